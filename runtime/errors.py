@@ -1,0 +1,51 @@
+"""The exceptions that reach a person.
+
+Each message says what was wanted, what was found, where, and what to do next. They are raised once, near the
+cause, and caught once, in `runtime.cli`, which prints the message on one line and leaves with `exit_code`.
+This file imports nothing from the project.
+"""
+
+
+class ExpertstreamError(Exception):
+    """Base of every error that is the world's or the user's doing, not a bug.
+
+    `code` names the kind in `--json` output; `exit_code` is the status the process ends with.
+    """
+
+    code = "error"
+    exit_code = 1
+
+
+class UsageError(ExpertstreamError):
+    """The command line or a request asks for something that cannot be honoured."""
+
+    code = "usage"
+    exit_code = 2
+
+
+class CheckpointError(ExpertstreamError):
+    """The checkpoint is missing, incomplete, or not what its config says it is."""
+
+    code = "bad_checkpoint"
+    exit_code = 3
+
+
+class StorageError(ExpertstreamError):
+    """Bytes that were there at the start could not be read, and no other copy is left."""
+
+    code = "storage_failed"
+    exit_code = 4
+
+
+class DoesNotFitError(ExpertstreamError):
+    """The request needs more memory than it may have."""
+
+    code = "does_not_fit"
+    exit_code = 5
+
+
+class Cancelled(ExpertstreamError):
+    """The generation was asked to stop between two layers; the state is as it was before the call."""
+
+    code = "interrupted"
+    exit_code = 130

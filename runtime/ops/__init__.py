@@ -1,0 +1,211 @@
+"""The arithmetic of Kimi K3, three times: `reference`, `cpu` and `mlx`, behind one protocol.
+
+The forward pass in `runtime.model.k3` is written once over `Ops`; a backend decides precision and speed, never
+meaning. Rules that every backend keeps:
+
+* an `Array` is the backend's own type; only `numpy()` and the ids of `route()` leave it;
+* no argument is modified: state comes in and new state goes out, so a cancelled pass leaves nothing half done;
+* on `reference` and `cpu` the result of a row does not depend on how many rows are computed together, on the
+  number of threads, or on the CPU's vector width: the same bits, always.
+
+T is the number of rows (tokens) of a call, H the hidden size, n heads of D channels, Z the latent width.
+Matrices are `[out, in]` as released. Formulas: Kimi K3 model specification, section in brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint.mxfp4 import PackedExpert
+from runtime.errors import UsageError
+
+Array: TypeAlias = Any
+"""A backend's own array: float64 NumPy, float32 NumPy or an MLX array."""
+
+Weight: TypeAlias = Any
+"""A backend's own form of a weight, made once by `matrix`, `vector` or `expert`."""
+
+BACKENDS = ("cpu", "mlx", "reference")
+
+
+class LatentCache(Protocol):
+    """MLA's cache of one layer: per position the latent [r] and the shared key part [rope].
+
+    Rows past `length` may hold rubbish: `append` writes behind `length` and returns the number of rows then
+    present, without moving `length`; the model moves it when the whole pass has succeeded.
+    """
+
+    length: int
+    capacity: int
+
+    def append(self, latent: Array, key: Array) -> int:
+        """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
+        ...
+
+
+class Ops(Protocol):
+    """One backend."""
+
+    name: str
+
+    # -- weights, once at load ------------------------------------------------------------------------------
+    def matrix(self, weight: npt.NDArray[Any]) -> Weight:
+        """A trunk matrix [out, in] for `linear`, `embed` and `latent_attention`; bf16 comes as uint16."""
+        ...
+
+    def vector(self, weight: npt.NDArray[Any]) -> Array:
+        """A small tensor of any shape as an Array of that shape; bf16 comes as uint16, else float32."""
+        ...
+
+    def expert(self, packed: PackedExpert) -> Weight:
+        """A routed expert for `expert_mlp`, still packed. May alias the bytes it is given."""
+        ...
+
+    # -- rows -------------------------------------------------------------------------------------------------
+    def embed(self, table: Weight, ids: npt.NDArray[np.int64]) -> Array:
+        """Rows `ids` of the table [V, H]: [T, H]."""
+        ...
+
+    def linear(self, x: Array, weight: Weight) -> Array:
+        """x · weightᵀ: [T, in] → [T, out]."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """weight ⊙ x / sqrt(mean(x²) + eps) over the last axis; any leading shape [3]."""
+        ...
+
+    def attn_res(self, sources: Sequence[Array], norm: Array, proj: Array, eps: float) -> Array:
+        """Attention over the residual stream's depth: softmax-weighted mix of the sources [T, H] [3.2].
+
+        s_j = Σ_i v_ji / sqrt(mean(v_j²) + eps) · norm_i · proj_i; the mix is over the raw sources.
+        """
+        ...
+
+    def add(self, a: Array, b: Array) -> Array:
+        """a + b, same shape."""
+        ...
+
+    def gate(self, x: Array, g: Array) -> Array:
+        """x ⊙ σ(g), same shape."""
+        ...
+
+    def sigmoid(self, x: Array) -> Array:
+        """σ(x)."""
+        ...
+
+    def situ(self, g: Array, u: Array, beta: float, linear_beta: float | None) -> Array:
+        """[β tanh(g/β) σ(g)] · [β_lin tanh(u/β_lin)]; without β_lin the second factor is u [3.7]."""
+        ...
+
+    def heads(self, x: Array, n: int) -> Array:
+        """[T, n·D] → [T, n, D]."""
+        ...
+
+    def merge_heads(self, x: Array) -> Array:
+        """[T, n, D] → [T, n·D]."""
+        ...
+
+    def columns(self, x: Array, start: int, stop: int) -> Array:
+        """x[:, start:stop] of [T, C]."""
+        ...
+
+    def rows(self, x: Array, index: npt.NDArray[np.int64]) -> Array:
+        """x[index] of [T, C]: [len(index), C]."""
+        ...
+
+    # -- KDA [3.3] ------------------------------------------------------------------------------------------
+    def zeros(self, *shape: int) -> Array:
+        """An Array of zeros: the state before the first token."""
+        ...
+
+    def short_conv(self, u: Array, weight: Array, history: Array) -> tuple[Array, Array]:
+        """Causal depthwise convolution of width K, then SiLU.
+
+        u [T, P], weight [P, K] (last tap: the current token), history [K-1, P], oldest row first.
+        Returns ([T, P], the new history).
+        """
+        ...
+
+    def l2_norm(self, x: Array, scale: float) -> Array:
+        """x / sqrt(Σ x² + 1e-6) · scale over the last axis of [T, n, D]."""
+        ...
+
+    def decay(self, u: Array, a_log: Array, lower_bound: float | None) -> Array:
+        """α = exp(g) of u [T, n, D] (dt_bias already added), a_log [n].
+
+        g = lower_bound · σ(exp(a_log) u), or −exp(a_log) softplus(u) without a bound.
+        """
+        ...
+
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array
+    ) -> tuple[Array, Array]:
+        """The gated delta rule, token by token. q, k, v, alpha [T, n, D], beta [T, n], state [n, D, D].
+
+        S ← diag(α) S;  u = Sᵀk;  S ← S + k ⊗ β(v − u);  o = Sᵀq. Returns (o [T, n, D], the new state).
+        """
+        ...
+
+    # -- MLA [3.4] ------------------------------------------------------------------------------------------
+    def latent_cache(self, capacity: int, rank: int, rope: int) -> LatentCache:
+        """An empty cache for `capacity` positions."""
+        ...
+
+    def latent_attention(
+        self, q: Array, cache: LatentCache, kv_b: Weight, rank: int, rope: int, scale: float
+    ) -> Array:
+        """Causal attention in the absorbed form. q [T, n, nope+rope] → [T, n, v].
+
+        The T rows are the ones just appended: row t sees positions 0 .. cache.length + t.
+        kv_b is [n·(nope+v), rank], per head key rows then value rows.
+        """
+        ...
+
+    # -- LatentMoE [3.5, 3.6] ---------------------------------------------------------------------------------
+    def route(
+        self, logits: Array, bias: Array, k: int, renormalize: bool, scaling: float
+    ) -> tuple[npt.NDArray[np.int64], Array]:
+        """The k experts with the largest σ(logits) + bias per row, ties to the lowest id, best first.
+
+        Returns (ids [T, k] in NumPy, weights [T, k]): the unbiased σ, over their sum when renormalised.
+        """
+        ...
+
+    def expert_mlp(self, z: Array, expert: Weight, beta: float, linear_beta: float | None) -> Array:
+        """SiTU(z·w1ᵀ, z·w3ᵀ)·w2ᵀ in the latent space: [R, Z] → [R, Z]."""
+        ...
+
+    def combine(
+        self, outputs: Mapping[int, Array], ids: npt.NDArray[np.int64], weights: Array
+    ) -> Array:
+        """Σ_j weights[t, j] · outputs[ids[t, j]] in the order of j: [T, Z].
+
+        outputs[e] has one row per token that chose e, in token order.
+        """
+        ...
+
+    # -- out --------------------------------------------------------------------------------------------------
+    def numpy(self, x: Array) -> npt.NDArray[Any]:
+        """x in NumPy: float64 on `reference`, else float32. Evaluates what is pending."""
+        ...
+
+
+def make_ops(backend: str, threads: int = 1) -> Ops:
+    """The backend by name. Raises UsageError when it is unknown or not installed."""
+    if backend == "reference":
+        from runtime.ops.reference import ReferenceOps
+
+        return ReferenceOps()
+    if backend == "cpu":
+        from runtime.ops.cpu import CpuOps
+
+        return CpuOps(threads)
+    if backend == "mlx":
+        from runtime.ops.mlx import MlxOps
+
+        return MlxOps()
+    raise UsageError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
