@@ -86,7 +86,7 @@ class Ops(Protocol):
         ...
 
     def add(self, a: Array, b: Array) -> Array:
-        """a + b, same shape."""
+        """a + b: b has a's shape, or is one row [C] added to every row of a [T, C]."""
         ...
 
     def gate(self, x: Array, g: Array) -> Array:

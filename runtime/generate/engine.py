@@ -1,0 +1,250 @@
+"""From token ids to token ids: a loaded model, and sessions that prefill a prompt and decode greedily.
+
+A session's tokens depend on its prompt alone. It can be stopped between any two layers; what it had computed up to
+the last whole pass stays, so a prompt that extends it costs only the new part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint import Checkpoint
+from runtime.config import ModelConfig
+from runtime.errors import UsageError
+from runtime.generate.plan import MemoryPlan, make_plan
+from runtime.model.k3 import K3
+from runtime.model.state import State
+from runtime.ops import Ops, make_ops
+from runtime.text.tokenizer import Tokenizer
+from runtime.weights.experts import ExpertStore
+from runtime.weights.trunk import Progress, Trunk
+
+DEFAULT_CHUNK = 512
+"""Prompt tokens computed together when nothing is asked for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token. `seconds` is the pass that chose it; counts are of that pass alone."""
+
+    token_id: int
+    logits_sha256: str | None
+    seconds: float
+    expert_hits: int
+    expert_misses: int
+    bytes_read: int
+    finish_reason: str | None
+
+
+@dataclass
+class PrefillStats:
+    """What reading the prompt took. `amplification` is 1.0 when each distinct expert was read once a chunk."""
+
+    rows: int = 0
+    layer_passes: int = 0
+    expert_reads: int = 0
+    distinct_experts: int = 0
+    seconds: float = 0.0
+
+
+def default_backend() -> str:
+    """`mlx` where it has a GPU, else `cpu`."""
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return "cpu"
+    return "mlx" if mx.default_device().type == mx.gpu else "cpu"
+
+
+def default_threads() -> int:
+    """The processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def logits_digest(logits: npt.NDArray[np.floating]) -> str:
+    """SHA-256 of the V logits as little-endian float32, or float64 where the backend computes in it."""
+    return hashlib.sha256(logits.astype(logits.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
+
+
+@dataclass
+class Engine:
+    """A checkpoint, loaded: serves any number of sessions, one after the other."""
+
+    checkpoint: Checkpoint
+    ops: Ops
+    model: K3
+    experts: ExpertStore
+    tokenizer: Tokenizer | None
+    plan: MemoryPlan
+    context: int
+    chunk: int
+    load_seconds: float
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        backend: str | None = None,
+        threads: int | None = None,
+        context: int | None = None,
+        chunk: int = DEFAULT_CHUNK,
+        memory: int | None = None,
+        expert_cache: int | None = None,
+        reuse: bool = True,
+        announce: Callable[[Checkpoint, MemoryPlan], None] | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Open the checkpoint at `path`, plan the memory, tell `announce`, then read the trunk.
+
+        `context` bounds a session's tokens (default: 8192, or the model's own limit if lower). `memory` and
+        `expert_cache` are bytes; `reuse` off keeps no expert between tokens.
+        Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
+        """
+        started = time.perf_counter()
+        if chunk < 1:
+            raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
+        checkpoint = Checkpoint.open(path)
+        limit = checkpoint.config.max_position_embeddings
+        if context is None:
+            context = min(8192, limit)
+        if not 1 <= context <= limit:
+            raise UsageError(f"a context of {context:,} tokens was asked for; this model's is 1 to {limit:,}")
+        backend = backend or default_backend()
+        ops = make_ops(backend, threads or default_threads())
+        plan = make_plan(
+            checkpoint,
+            backend=backend,
+            context=context,
+            chunk=min(chunk, context),
+            memory=memory,
+            expert_cache=expert_cache,
+            reuse=reuse,
+        )
+        if announce is not None:
+            announce(checkpoint, plan)
+        experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
+        tokenizer = Tokenizer.load(checkpoint.path) if (checkpoint.path / "tiktoken.model").is_file() else None
+        trunk = Trunk(checkpoint, ops, progress)
+        model = K3(checkpoint.config, ops, trunk, experts)
+        return cls(
+            checkpoint, ops, model, experts, tokenizer, plan, context, chunk, time.perf_counter() - started
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        """The checkpoint's config."""
+        return self.checkpoint.config
+
+    def session(self) -> Session:
+        """A new conversation, empty."""
+        return Session(self)
+
+
+@dataclass
+class Session:
+    """One conversation: the state of the tokens processed so far."""
+
+    engine: Engine
+    processed: list[int] = field(default_factory=list)
+    prefill: PrefillStats = field(default_factory=PrefillStats)
+    _state: State | None = None
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new: int,
+        *,
+        logits_hash: bool = False,
+        stop_ids: Sequence[int] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        prefilled: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Step]:
+        """Yield up to `max_new` tokens that follow `prompt`, each the lowest id among the largest logits.
+
+        Ends after an id of `stop_ids` (default: the config's eos), which is yielded too, or when the context is
+        full. `prefilled(done, total)` hears of each prompt chunk.
+        Raises UsageError for a prompt that cannot be processed, Cancelled when `cancelled()` says so.
+        """
+        self._check(prompt, max_new)
+        stops = frozenset(self.engine.config.eos_token_ids if stop_ids is None else stop_ids)
+        room = min(max_new, self.engine.context - len(prompt) + 1)
+        started, before = time.perf_counter(), self._counts()
+        logits = self._prefill(list(prompt), cancelled, prefilled)
+        for count in range(1, room + 1):
+            token = int(np.argmax(logits))
+            digest = logits_digest(logits) if logits_hash else None
+            seconds, after = time.perf_counter() - started, self._counts()
+            hits, misses, nbytes = (b - a for a, b in zip(before, after, strict=True))
+            reason = "stop" if token in stops else "length" if count == room else None
+            yield Step(token, digest, seconds, hits, misses, nbytes, reason)
+            if reason is not None:
+                return
+            started, before = time.perf_counter(), self._counts()
+            logits = self._advance([token], cancelled)
+
+    def _check(self, prompt: Sequence[int], max_new: int) -> None:
+        if max_new < 1:
+            raise UsageError(f"at least one new token must be asked for, not {max_new}: give --max-new 1 or more")
+        if not prompt:
+            raise UsageError("the prompt is empty: at least one token is needed to continue from")
+        vocab_size, context = self.engine.config.vocab_size, self.engine.context
+        for position, token in enumerate(prompt):
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"token id {token} at position {position} is outside the vocabulary 0..{vocab_size - 1}")
+        if len(prompt) > context:
+            raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: raise --context")
+
+    def _prefill(
+        self,
+        prompt: list[int],
+        cancelled: Callable[[], bool] | None,
+        prefilled: Callable[[int, int], None] | None,
+    ) -> npt.NDArray[np.floating]:
+        """Process what the state has not seen of the prompt; the logits [V] of its last token."""
+        kept = len(self.processed)
+        if self._state is None or kept >= len(prompt) or prompt[:kept] != self.processed:
+            self._state = self.engine.model.new_state(self.engine.context)
+            self.processed = []
+            kept = 0
+        config, stats, started = self.engine.config, PrefillStats(), time.perf_counter()
+        self.prefill = stats
+        hits, misses, _ = self._counts()
+        logits: npt.NDArray[np.floating] | None = None
+        for start in range(kept, len(prompt), self.engine.chunk):
+            chunk = prompt[start : start + self.engine.chunk]
+            last = start + len(chunk) == len(prompt)
+            logits = self._advance(chunk, cancelled, last)
+            stats.rows += len(chunk)
+            stats.layer_passes += config.num_hidden_layers
+            if prefilled is not None:
+                prefilled(start + len(chunk), len(prompt))
+        hits_after, misses_after, _ = self._counts()
+        stats.expert_reads = misses_after - misses
+        stats.distinct_experts = hits_after - hits + stats.expert_reads
+        stats.seconds = time.perf_counter() - started
+        assert logits is not None
+        return logits
+
+    def _advance(
+        self, ids: list[int], cancelled: Callable[[], bool] | None, head: bool = True
+    ) -> npt.NDArray[np.floating]:
+        """One pass over `ids`; the logits [V] of the last, or an empty array without `head`."""
+        assert self._state is not None
+        out = self.engine.model.forward(
+            np.array(ids, np.int64), self._state, logits="last" if head else "none", cancelled=cancelled
+        )
+        self.processed.extend(ids)
+        return np.empty(0) if out is None else self.engine.ops.numpy(out)[0]
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self.engine.experts.stats
+        return stats.hits, stats.misses, stats.bytes_read

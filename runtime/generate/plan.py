@@ -1,0 +1,131 @@
+"""The memory plan: what the process may use, what each part takes, made and shown before anything is loaded.
+
+Sizes are in bytes, and G in `--memory 24G` is 10⁹ bytes. The plan covers the whole process: `process` is the
+interpreter with its libraries as found, plus a margin for what they allocate later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from runtime.checkpoint import Checkpoint
+from runtime.errors import DoesNotFitError
+from runtime.model.state import state_nbytes
+from runtime.weights.experts import staging_floor
+
+MARGIN = 200_000_000
+"""Bytes set aside beside what the process holds before loading: compiled kernels, buffers of libraries."""
+
+HOST_RESERVE = 0.1
+"""Share of the memory found that is left to everyone else when no limit was asked for."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of each part; `limit` is what they must stay within and `source` says where it comes from."""
+
+    limit: int
+    source: str
+    process: int
+    trunk: int
+    state: int
+    activations: int
+    expert_cache: int
+
+    @property
+    def total(self) -> int:
+        """What the plan comes to."""
+        return self.process + self.trunk + self.state + self.activations + self.expert_cache
+
+    def as_dict(self) -> dict[str, int | str]:
+        """For the run record."""
+        return {**asdict(self), "total": self.total}
+
+    def __str__(self) -> str:
+        parts = ("process", "trunk", "state", "activations", "expert_cache")
+        listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
+        return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 17.5 MB, 114 GB."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"
+
+
+def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The process's memory limit under cgroup v2 or v1, None when there is none ("max" or a huge number)."""
+    for file in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def memory_limit(requested: int | None) -> tuple[int, str]:
+    """(bytes the process may use, where that comes from)."""
+    if requested is not None:
+        return requested, "--memory"
+    memory = psutil.virtual_memory()
+    limit, source = memory.available + psutil.Process().memory_info().rss, "available memory"
+    cgroup = cgroup_limit()
+    if cgroup is not None and cgroup < limit:
+        limit, source = cgroup, "cgroup limit"
+    return int(limit * (1 - HOST_RESERVE)), source
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    *,
+    backend: str,
+    context: int,
+    chunk: int,
+    memory: int | None,
+    expert_cache: int | None,
+    reuse: bool = True,
+) -> MemoryPlan:
+    """Divide the memory. `expert_cache` is what the user asked for, None lets the cache take what is left.
+
+    Without `reuse` the cache is one layer's top-k. Raises DoesNotFitError, with the floor, when it cannot be.
+    """
+    config = checkpoint.config
+    limit, source = memory_limit(memory)
+    element = 8 if backend == "reference" else 4
+    widening = 4 if backend == "reference" else 1  # float64 of bf16
+    process = psutil.Process().memory_info().rss + MARGIN
+    trunk = checkpoint.trunk_nbytes * widening
+    state = 2 * state_nbytes(config, context, element)  # a pass writes the new state beside the old one
+    widths = (
+        (config.num_hidden_layers // config.attn_res_block_size + 8) * config.hidden_size
+        + 8 * config.kda_width
+        + 2 * config.intermediate_size
+        + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
+    )
+    activations = chunk * widths * element + config.vocab_size * element
+    floor = staging_floor(checkpoint)
+    everything = len(config.moe_layers) * config.num_experts * checkpoint.expert_nbytes
+    left = limit - process - trunk - state - activations
+    if not reuse:
+        expert_cache = floor
+    elif expert_cache is None:
+        expert_cache = max(floor, min(everything, left))
+    plan = MemoryPlan(limit, source, process, trunk, state, activations, expert_cache)
+    if plan.total > limit:
+        least = plan.total - expert_cache + floor
+        raise DoesNotFitError(
+            f"this needs {size(plan.total)}, but the {source} allows {size(limit)}: trunk {size(trunk)}, state for "
+            f"{context:,} tokens {size(state)}, activations {size(activations)}, expert cache {size(expert_cache)}, "
+            f"process {size(process)}. The least it can run in is {size(least)}: give --memory at least that on a "
+            "machine that has it, or a smaller --context, --prefill-chunk or --expert-cache"
+        )
+    return plan

@@ -1,0 +1,189 @@
+"""Kimi K3's text model: the forward pass, once, over the arithmetic of `ops` and the weights of `weights`.
+
+Read it beside the model specification; the section of each part is in brackets, and every weight goes by its
+released name. Shapes: T tokens of the call, H hidden size, Z latent width of the routed experts. There is no
+position anywhere: order enters through KDA's recurrence and MLA's causal mask alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.config import ModelConfig
+from runtime.errors import Cancelled
+from runtime.model.state import KdaState, LayerState, State, new_state
+from runtime.ops import Array, LatentCache, Ops
+from runtime.weights.experts import ExpertStore
+from runtime.weights.trunk import LayerWeights, Trunk
+
+Tap = Callable[[int, Array], None]
+"""Called with each layer's index and output h [T, H], the running sum as it leaves the layer."""
+
+
+class K3:
+    """The model: holds no state of a sequence, so one instance serves many."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, trunk: Trunk, experts: ExpertStore) -> None:
+        self.config = config
+        self.ops = ops
+        self.trunk = trunk
+        self.experts = experts
+
+    def new_state(self, capacity: int) -> State:
+        """The state before the first token, with room for `capacity` tokens."""
+        return new_state(self.config, self.ops, capacity)
+
+    def forward(
+        self,
+        ids: npt.NDArray[np.int64],
+        state: State,
+        *,
+        logits: Literal["none", "last", "all"] = "last",
+        tap: Tap | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Array | None:
+        """Run the tokens `ids` [T] through all layers and advance `state` by T [3.1].
+
+        Returns the logits of the last row [1, V], of all rows [T, V], or None.
+        Raises Cancelled between layers when `cancelled()` says so; `state` is then as it was.
+        """
+        config, ops, trunk = self.config, self.ops, self.trunk
+        eps = config.rms_norm_eps
+        h = ops.embed(trunk.embed_tokens, ids)
+        snapshots: list[Array] = []
+        new_layers: list[LayerState] = []
+        for layer in range(config.num_hidden_layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled(f"stopped before layer {layer}, as asked")
+            w = trunk.layer(layer)
+            p = h
+            m = self.attn_res([*snapshots, p], w, "self_attention_res") if snapshots else p
+            restart = config.is_snapshot(layer)
+            if restart:
+                snapshots.append(p)  # the running sum as it entered the layer, not the mixture
+            x = ops.rms_norm(m, w["input_layernorm"], eps)
+            y, new_layer = self.attention(layer, x, w, state.layers[layer])
+            new_layers.append(new_layer)
+            p = y if restart else ops.add(p, y)
+            m = self.attn_res([*snapshots, p], w, "mlp_res")
+            f = self.feed_forward(layer, ops.rms_norm(m, w["post_attention_layernorm"], eps), w)
+            h = ops.add(p, f)  # the mixtures are only ever inputs
+            if tap is not None:
+                tap(layer, h)
+        self.experts.end_of_token()
+        out = None if logits == "none" else self.head([*snapshots, h], last_only=logits == "last")
+        state.commit(new_layers, len(ids))
+        return out
+
+    def head(self, sources: Sequence[Array], last_only: bool) -> Array:
+        """The output mix over depth, the final norm and the vocabulary: [T or 1, V]."""
+        ops, trunk = self.ops, self.trunk
+        if last_only:
+            last = np.array([len(sources[-1]) - 1])
+            sources = [ops.rows(v, last) for v in sources]
+        m = self.attn_res(sources, trunk.top, "output_attn_res")
+        return ops.linear(ops.rms_norm(m, trunk.top["norm"], self.config.rms_norm_eps), trunk.lm_head)
+
+    def attn_res(self, sources: Sequence[Array], w: LayerWeights, site: str) -> Array:
+        """Attention residual: a softmax mix of the snapshots and the running sum [3.2]."""
+        return self.ops.attn_res(sources, w[f"{site}_norm"], w[f"{site}_proj"], self.config.rms_norm_eps)
+
+    def attention(self, layer: int, x: Array, w: LayerWeights, state: LayerState) -> tuple[Array, LayerState]:
+        """The layer's sequence mixer, KDA or MLA: ([T, H], the layer's new state)."""
+        if isinstance(state, KdaState):
+            return self.kda(x, w, state)
+        return self.mla(x, w, state), state
+
+    def kda(self, x: Array, w: LayerWeights, state: KdaState) -> tuple[Array, KdaState]:
+        """Kimi Delta Attention: a gated delta rule with per-channel decay [3.3]."""
+        ops, config = self.ops, self.config.linear_attn_config
+        n, d = config.num_heads, config.head_dim
+
+        def mixed(name: str, history: Array) -> tuple[Array, Array]:
+            u = ops.linear(x, w[f"self_attn.{name}_proj"])
+            u, history = ops.short_conv(u, w[f"self_attn.{name}_conv1d"], history)
+            return ops.heads(u, n), history
+
+        q, q_history = mixed("q", state.q_history)
+        k, k_history = mixed("k", state.k_history)
+        v, v_history = mixed("v", state.v_history)
+        q = ops.l2_norm(q, d**-0.5)
+        k = ops.l2_norm(k, 1.0)
+
+        u = ops.linear(ops.linear(x, w["self_attn.f_a_proj"]), w["self_attn.f_b_proj"])
+        u = ops.add(u, w["self_attn.dt_bias"])
+        alpha = ops.decay(ops.heads(u, n), w["self_attn.A_log"], config.gate_lower_bound)
+        beta = ops.sigmoid(ops.linear(x, w["self_attn.b_proj"]))
+        o, s = ops.delta_rule(q, k, v, alpha, beta, state.s)
+
+        o = ops.merge_heads(ops.rms_norm(o, w["self_attn.o_norm"], self.config.rms_norm_eps))
+        if config.use_full_rank_gate:
+            g = ops.linear(x, w["self_attn.g_proj"])
+        else:
+            g = ops.linear(ops.linear(x, w["self_attn.g_a_proj"]), w["self_attn.g_b_proj"])
+        y = ops.linear(ops.gate(o, g), w["self_attn.o_proj"])
+        return y, KdaState(s, q_history, k_history, v_history)
+
+    def mla(self, x: Array, w: LayerWeights, cache: LatentCache) -> Array:
+        """Multi-head latent attention, gated, without positions, in the absorbed form [3.4]."""
+        ops, config = self.ops, self.config
+        rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+        eps = config.mla_norm_eps
+        if config.q_lora_rank is None:
+            q = ops.linear(x, w["self_attn.q_proj"])
+        else:
+            q = ops.rms_norm(ops.linear(x, w["self_attn.q_a_proj"]), w["self_attn.q_a_layernorm"], eps)
+            q = ops.linear(q, w["self_attn.q_b_proj"])
+        q = ops.heads(q, config.num_attention_heads)
+
+        c = ops.linear(x, w["self_attn.kv_a_proj_with_mqa"])
+        latent = ops.rms_norm(ops.columns(c, 0, rank), w["self_attn.kv_a_layernorm"], eps)
+        cache.append(latent, ops.columns(c, rank, rank + rope))
+        # The rope channels take part although nothing is rotated: the scale counts them too.
+        o = ops.latent_attention(q, cache, w["self_attn.kv_b_proj"], rank, rope, (nope + rope) ** -0.5)
+        o = ops.merge_heads(o)
+        if config.mla_use_output_gate:
+            o = ops.gate(o, ops.linear(x, w["self_attn.g_proj"]))
+        return ops.linear(o, w["self_attn.o_proj"])
+
+    def feed_forward(self, layer: int, x: Array, w: LayerWeights) -> Array:
+        """The dense MLP of the first layers, or the stable LatentMoE [3.5, 3.6]."""
+        if not self.config.is_moe(layer):
+            return self.mlp(x, w, "mlp")
+        shared = self.mlp(x, w, "block_sparse_moe.shared_experts")
+        return self.ops.add(self.latent_moe(layer, x, w), shared)
+
+    def mlp(self, x: Array, w: LayerWeights, prefix: str) -> Array:
+        """SiTU(x·gateᵀ, x·upᵀ)·downᵀ [3.7]."""
+        ops, config = self.ops, self.config
+        g = ops.linear(x, w[f"{prefix}.gate_proj"])
+        u = ops.linear(x, w[f"{prefix}.up_proj"])
+        a = ops.situ(g, u, config.activation_situ_beta, config.activation_situ_linear_beta)
+        return ops.linear(a, w[f"{prefix}.down_proj"])
+
+    def latent_moe(self, layer: int, x: Array, w: LayerWeights) -> Array:
+        """Routed experts in the latent space. Each distinct expert is asked for once and serves all its rows."""
+        ops, config = self.ops, self.config
+        ids, weights = ops.route(
+            ops.linear(x, w["block_sparse_moe.gate"]),
+            w["block_sparse_moe.gate.e_score_correction_bias"],
+            config.num_experts_per_token,
+            config.moe_renormalize,
+            config.routed_scaling_factor,
+        )
+        z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
+        outputs: dict[int, Array] = {}
+        for expert, packed in self.experts.plan(layer, ids):
+            chosen_by = np.flatnonzero((ids == expert).any(axis=1))
+            outputs[expert] = ops.expert_mlp(
+                ops.rows(z, chosen_by), packed, config.activation_situ_beta, config.activation_situ_linear_beta
+            )
+            self.experts.release(layer, expert)
+        y = ops.combine(outputs, ids, weights)
+        if config.latent_moe_use_norm:
+            y = ops.rms_norm(y, w["block_sparse_moe.routed_expert_norm"], config.rms_norm_eps)
+        return ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"])

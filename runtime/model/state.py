@@ -1,0 +1,70 @@
+"""What the model carries from token to token: KDA's recurrent state and MLA's latent cache.
+
+Nothing here depends on position, and AttnRes carries nothing (Kimi K3 specification 3.9). A forward pass reads the
+state and commits the new one only when it has succeeded, so a cancelled or failed pass leaves it as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from runtime.config import ModelConfig
+from runtime.ops import Array, LatentCache, Ops
+
+
+@dataclass(frozen=True)
+class KdaState:
+    """One KDA layer: S [n, D, D] (rows: key channels) and the last K−1 inputs of each convolution [K−1, P]."""
+
+    s: Array
+    q_history: Array
+    k_history: Array
+    v_history: Array
+
+
+LayerState: TypeAlias = KdaState | LatentCache
+
+
+@dataclass
+class State:
+    """One sequence: `length` tokens seen, one entry per layer."""
+
+    length: int
+    capacity: int
+    layers: list[LayerState]
+
+    def commit(self, layers: list[LayerState], rows: int) -> None:
+        """Make the outcome of a pass over `rows` tokens the current state."""
+        self.layers = layers
+        self.length += rows
+        for layer in layers:
+            if not isinstance(layer, KdaState):
+                layer.length = self.length
+
+
+def new_state(config: ModelConfig, ops: Ops, capacity: int) -> State:
+    """The state before the first token, with room for `capacity` tokens."""
+    kda = config.linear_attn_config
+    history = (kda.short_conv_kernel_size - 1, config.kda_width)
+
+    def layer_state(layer: int) -> LayerState:
+        if config.is_kda(layer):
+            return KdaState(
+                ops.zeros(kda.num_heads, kda.head_dim, kda.head_dim),
+                ops.zeros(*history),
+                ops.zeros(*history),
+                ops.zeros(*history),
+            )
+        return ops.latent_cache(capacity, config.kv_lora_rank, config.qk_rope_head_dim)
+
+    return State(0, capacity, [layer_state(layer) for layer in range(config.num_hidden_layers)])
+
+
+def state_nbytes(config: ModelConfig, context: int, element_size: int) -> int:
+    """Bytes of the state at `context` tokens, with elements of `element_size` bytes."""
+    kda = config.linear_attn_config
+    recurrent = kda.num_heads * kda.head_dim**2 + 3 * (kda.short_conv_kernel_size - 1) * config.kda_width
+    latent = context * (config.kv_lora_rank + config.qk_rope_head_dim)
+    layers = range(config.num_hidden_layers)
+    return element_size * sum(recurrent if config.is_kda(layer) else latent for layer in layers)
