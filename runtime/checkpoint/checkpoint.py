@@ -1,0 +1,158 @@
+"""A checkpoint on disk, checked once, then read by name or by expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint.files import Files
+from runtime.checkpoint.headers import TensorSpan
+from runtime.checkpoint.inventory import EXPERT_TENSORS, expert_prefix
+from runtime.checkpoint.mxfp4 import Bytes, PackedExpert, check_scales
+from runtime.checkpoint.survey import Survey, survey
+from runtime.config import ModelConfig
+
+_NUMPY: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+
+Spans = tuple[TensorSpan, TensorSpan, TensorSpan, TensorSpan, TensorSpan, TensorSpan]
+
+
+class Checkpoint:
+    """An opened checkpoint directory. Safe to read from any number of threads.
+
+    `config`; `fingerprint`, SHA-256 over config bytes, tensor headers and file sizes, whatever the path;
+    `expert_nbytes`, the bytes of one routed expert; `trunk_nbytes`, of everything else; `notes`, what was found
+    odd but usable.
+    """
+
+    def __init__(self, path: Path, found: Survey):
+        self.path = path
+        self.config: ModelConfig = found.config
+        self.fingerprint = found.fingerprint
+        self.expert_nbytes = found.experts.nbytes
+        self.trunk_nbytes = sum(span.nbytes for span in found.trunk.values())
+        self.notes: list[str] = []
+        self._specs, self._trunk, self._experts = found.specs, found.trunk, found.experts
+        self._one_run = found.experts.one_run()
+        self._files = Files()
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """Check a directory against its config. Raises CheckpointError naming everything that does not match."""
+        path = Path(path)
+        checkpoint = cls(path, survey(path))
+        try:
+            checkpoint._take_notes()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def close(self) -> None:
+        """Close the files. Reading afterwards is an error."""
+        self._files.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def names(self) -> Iterator[str]:
+        """The released names of all text tensors, the trunk's first."""
+        yield from self._specs
+        for layer in self._experts.row:
+            for expert in range(self.config.num_experts):
+                yield from (expert_prefix(layer, expert) + name for name in EXPERT_TENSORS)
+
+    def trunk_names(self) -> tuple[str, ...]:
+        """The released names of the tensors that are no routed expert's."""
+        return tuple(self._specs)
+
+    def span(self, name: str) -> TensorSpan:
+        """Where a trunk tensor lies, as it stands in the file. KeyError when the model has no such tensor."""
+        return self._trunk[name]
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """A trunk tensor in the model's shape: BF16 as uint16, F32 as float32.
+
+        A_log comes as [num_heads], a convolution as [P, K], dt_bias as [P], however the file holds them.
+        KeyError when the model has no such tensor; StorageError when it cannot be read.
+        """
+        shape = self._specs[name].shape
+        return self._read_stored(name)[: math.prod(shape)].reshape(shape)
+
+    def expert_spans(self, layer: int, expert: int) -> Spans:
+        """Where the six tensors of an expert lie, in the order of `PackedExpert`."""
+        self._row(layer, expert)
+        a, b, c, d, e, f = (self._experts.span(layer, expert, column) for column in range(len(EXPERT_TENSORS)))
+        return a, b, c, d, e, f
+
+    def is_one_run(self, layer: int, expert: int) -> bool:
+        """Whether the six tensors of an expert follow each other without a gap in one file."""
+        return bool(self._one_run[self._row(layer, expert), expert])
+
+    def read_expert(self, layer: int, expert: int, out: Any = None, *, check: bool = True) -> PackedExpert:
+        """The packed bytes of a routed expert, as views into one buffer of `expert_nbytes`.
+
+        `out` is a writable buffer of at least that many bytes to read into, else a new one is made. One read when
+        the tensors form one run, else six. With `check`, a scale of 255 (NaN) raises CheckpointError naming the
+        tensor. Raises StorageError naming layer, expert and place.
+        """
+        spans = self.expert_spans(layer, expert)
+        buffer: Bytes = np.empty(self.expert_nbytes, np.uint8) if out is None else np.frombuffer(out, np.uint8)
+        if buffer.size < self.expert_nbytes:
+            raise ValueError(f"an expert has {self.expert_nbytes} bytes, the buffer {buffer.size}")
+        buffer = buffer[: self.expert_nbytes]
+        ends = np.cumsum([span.nbytes for span in spans])
+        what = f"layer {layer} expert {expert}"
+        if self.is_one_run(layer, expert):
+            self._files.read(spans[0].path, spans[0].offset, _bytes_of(buffer), what)
+        else:
+            for span, end in zip(spans, ends, strict=True):
+                part = buffer[end - span.nbytes : end]
+                self._files.read(span.path, span.offset, _bytes_of(part), f"{what} ({span.name})")
+        tensors = np.split(buffer, ends[:-1])
+        packed = PackedExpert(*(part.reshape(span.shape) for part, span in zip(tensors, spans, strict=True)))
+        if check:
+            for column in (1, 3, 5):
+                check_scales(packed[column], f"{what}, {spans[column].name}")
+        return packed
+
+    def _row(self, layer: int, expert: int) -> int:
+        """The layer's row in the expert table. IndexError for an expert that does not exist."""
+        row = self._experts.row.get(layer)
+        if row is None or not 0 <= expert < self.config.num_experts:
+            raise IndexError(f"there is no routed expert {expert} in layer {layer}")
+        return row
+
+    def _read_stored(self, name: str) -> npt.NDArray[Any]:
+        """All values of a trunk tensor, flat, padding included."""
+        span = self._trunk[name]
+        values: npt.NDArray[Any] = np.empty(math.prod(span.shape), _NUMPY[span.dtype])
+        self._files.read(span.path, span.offset, _bytes_of(values), name)
+        return values
+
+    def _take_notes(self) -> None:
+        """Say what is odd: padding of A_log that is not zero, experts that take six reads."""
+        for name, spec in self._specs.items():
+            kept = math.prod(spec.shape)
+            if math.prod(self._trunk[name].shape) > kept:
+                dropped = np.count_nonzero(self._read_stored(name)[kept:])
+                if dropped:
+                    self.notes.append(f"{name}: {dropped} entries past the {kept} heads are not zero, and are not used")
+        scattered = int(np.count_nonzero(~self._one_run))
+        if scattered:
+            self.notes.append(f"{scattered} of {self._one_run.size} experts are not one run and take six reads each")
+
+
+def _bytes_of(values: npt.NDArray[Any]) -> memoryview:
+    return values.data.cast("B")
