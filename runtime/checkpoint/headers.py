@@ -133,7 +133,7 @@ def _damaged(path: Path, how: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {how}; fetch the file again")
 
 
-_STRING = rb'"((?:[^"\\\x00-\x1f]|\\.)*)"'
+_STRING = rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"'
 _MAP_START = re.compile(rb'"weight_map"\s*:\s*\{')
 _MAP_ENTRY = re.compile(rb"\s*" + _STRING + rb"\s*:\s*" + _STRING + rb"\s*([,}])")
 _EMPTY_MAP = re.compile(rb"\s*\}")
