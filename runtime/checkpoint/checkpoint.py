@@ -66,6 +66,16 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    @property
+    def reads(self) -> int:
+        """System calls that read tensors since the checkpoint was opened."""
+        return self._files.reads
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read since the checkpoint was opened."""
+        return self._files.bytes_read
+
     def names(self) -> Iterator[str]:
         """The released names of all text tensors, the trunk's first."""
         yield from self._specs

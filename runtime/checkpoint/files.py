@@ -16,10 +16,15 @@ _LARGEST_READ = 1 << 30  # one call of Linux or macOS takes less than 2 GiB
 
 
 class Files:
-    """Files opened at their first read; the longest unused are closed when there are more than `limit`."""
+    """Files opened at their first read; the longest unused are closed when there are more than `limit`.
+
+    `reads` counts the system calls that returned bytes, `bytes_read` their bytes.
+    """
 
     def __init__(self, limit: int | None = None):
         self.limit = limit or min(128, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self.reads = 0
+        self.bytes_read = 0
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, tuple[int, int]] = OrderedDict()  # path → (descriptor, readers now)
         self._closed = False
@@ -37,6 +42,9 @@ class Files:
                     if count == 0:
                         break
                     got += count
+                    with self._lock:
+                        self.reads += 1
+                        self.bytes_read += count
         except OSError as error:
             reason = error.strerror or str(error)
         else:
