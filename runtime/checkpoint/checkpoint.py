@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -109,6 +109,13 @@ class Checkpoint:
     def is_one_run(self, layer: int, expert: int) -> bool:
         """Whether the six tensors of an expert follow each other without a gap in one file."""
         return bool(self._one_run[self._row(layer, expert), expert])
+
+    def disk_order(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """The experts of a layer in the order they lie on disk, which need not be that of their ids."""
+        row = self._experts.row[layer]
+        return sorted(
+            experts, key=lambda expert: (self._experts.shard[row, expert, 0], self._experts.offset[row, expert, 0])
+        )
 
     def read_expert(self, layer: int, expert: int, out: Any = None, *, check: bool = True) -> PackedExpert:
         """The packed bytes of a routed expert, as views into one buffer of `expert_nbytes`.

@@ -74,6 +74,19 @@ def logits_digest(logits: npt.NDArray[np.floating]) -> str:
     return hashlib.sha256(logits.astype(logits.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
 
 
+def check_request(prompt: Sequence[int], max_new: int, vocab_size: int, context: int) -> None:
+    """Raise UsageError for a prompt or a number of new tokens that cannot be honoured."""
+    if max_new < 1:
+        raise UsageError(f"at least one new token must be asked for, not {max_new}: give --max-new 1 or more")
+    if not prompt:
+        raise UsageError("the prompt is empty: at least one token is needed to continue from")
+    for position, token in enumerate(prompt):
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"token id {token} at position {position} is outside the vocabulary 0..{vocab_size - 1}")
+    if len(prompt) > context:
+        raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: raise --context")
+
+
 @dataclass
 class Engine:
     """A checkpoint, loaded: serves any number of sessions, one after the other."""
@@ -100,11 +113,12 @@ class Engine:
         memory: int | None = None,
         expert_cache: int | None = None,
         reuse: bool = True,
-        announce: Callable[[Checkpoint, MemoryPlan], None] | None = None,
+        announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan], None] | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then read the trunk.
 
+        What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
         `context` bounds a session's tokens (default: 8192, or the model's own limit if lower). `memory` and
         `expert_cache` are bytes; `reuse` off keeps no expert between tokens.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
@@ -129,15 +143,13 @@ class Engine:
             expert_cache=expert_cache,
             reuse=reuse,
         )
-        if announce is not None:
-            announce(checkpoint, plan)
-        experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
         tokenizer = Tokenizer.load(checkpoint.path) if (checkpoint.path / "tiktoken.model").is_file() else None
+        if announce is not None:
+            announce(checkpoint, tokenizer, plan)
+        experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
         trunk = Trunk(checkpoint, ops, progress)
         model = K3(checkpoint.config, ops, trunk, experts)
-        return cls(
-            checkpoint, ops, model, experts, tokenizer, plan, context, chunk, time.perf_counter() - started
-        )
+        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, time.perf_counter() - started)
 
     @property
     def config(self) -> ModelConfig:
@@ -174,8 +186,8 @@ class Session:
         full. `prefilled(done, total)` hears of each prompt chunk.
         Raises UsageError for a prompt that cannot be processed, Cancelled when `cancelled()` says so.
         """
-        self._check(prompt, max_new)
-        stops = frozenset(self.engine.config.eos_token_ids if stop_ids is None else stop_ids)
+        check_request(prompt, max_new, self.engine.config.vocab_size, self.engine.context)
+        stops = frozenset(self.engine.config.eos_token_id if stop_ids is None else stop_ids)
         room = min(max_new, self.engine.context - len(prompt) + 1)
         started, before = time.perf_counter(), self._counts()
         logits = self._prefill(list(prompt), cancelled, prefilled)
@@ -190,18 +202,6 @@ class Session:
                 return
             started, before = time.perf_counter(), self._counts()
             logits = self._advance([token], cancelled)
-
-    def _check(self, prompt: Sequence[int], max_new: int) -> None:
-        if max_new < 1:
-            raise UsageError(f"at least one new token must be asked for, not {max_new}: give --max-new 1 or more")
-        if not prompt:
-            raise UsageError("the prompt is empty: at least one token is needed to continue from")
-        vocab_size, context = self.engine.config.vocab_size, self.engine.context
-        for position, token in enumerate(prompt):
-            if not 0 <= token < vocab_size:
-                raise UsageError(f"token id {token} at position {position} is outside the vocabulary 0..{vocab_size - 1}")
-        if len(prompt) > context:
-            raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: raise --context")
 
     def _prefill(
         self,

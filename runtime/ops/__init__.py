@@ -141,9 +141,7 @@ class Ops(Protocol):
         """
         ...
 
-    def delta_rule(
-        self, q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array
-    ) -> tuple[Array, Array]:
+    def delta_rule(self, q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array) -> tuple[Array, Array]:
         """The gated delta rule, token by token. q, k, v, alpha [T, n, D], beta [T, n], state [n, D, D].
 
         S ← diag(α) S;  u = Sᵀk;  S ← S + k ⊗ β(v − u);  o = Sᵀq. Returns (o [T, n, D], the new state).
@@ -155,9 +153,7 @@ class Ops(Protocol):
         """An empty cache for `capacity` positions."""
         ...
 
-    def latent_attention(
-        self, q: Array, cache: LatentCache, kv_b: Weight, rank: int, rope: int, scale: float
-    ) -> Array:
+    def latent_attention(self, q: Array, cache: LatentCache, kv_b: Weight, rank: int, rope: int, scale: float) -> Array:
         """Causal attention in the absorbed form. q [T, n, nope+rope] → [T, n, v].
 
         The T rows are the ones just appended: row t sees positions 0 .. cache.length + t.
@@ -179,9 +175,7 @@ class Ops(Protocol):
         """SiTU(z·w1ᵀ, z·w3ᵀ)·w2ᵀ in the latent space: [R, Z] → [R, Z]."""
         ...
 
-    def combine(
-        self, outputs: Mapping[int, Array], ids: npt.NDArray[np.int64], weights: Array
-    ) -> Array:
+    def combine(self, outputs: Mapping[int, Array], ids: npt.NDArray[np.int64], weights: Array) -> Array:
         """Σ_j weights[t, j] · outputs[ids[t, j]] in the order of j: [T, Z].
 
         outputs[e] has one row per token that chose e, in token order.

@@ -193,9 +193,7 @@ class ReferenceOps:
     def latent_cache(self, capacity: int, rank: int, rope: int) -> ReferenceCache:
         return ReferenceCache(capacity, rank, rope)
 
-    def latent_attention(
-        self, q: F64, cache: ReferenceCache, kv_b: F64, rank: int, rope: int, scale: float
-    ) -> F64:
+    def latent_attention(self, q: F64, cache: ReferenceCache, kv_b: F64, rank: int, rope: int, scale: float) -> F64:
         rows, n, width = q.shape
         nope = width - rope
         per_head = kv_b.reshape(n, -1, rank)
