@@ -153,9 +153,10 @@ class Ops(Protocol):
         """An empty cache for `capacity` positions."""
         ...
 
-    def latent_attention(self, q: Array, cache: LatentCache, kv_b: Weight, rank: int, rope: int, scale: float) -> Array:
+    def latent_attention(self, q: Array, cache: Any, kv_b: Weight, rank: int, rope: int, scale: float) -> Array:
         """Causal attention in the absorbed form. q [T, n, nope+rope] → [T, n, v].
 
+        `cache` is the backend's own, from `latent_cache`.
         The T rows are the ones just appended: row t sees positions 0 .. cache.length + t.
         kv_b is [n·(nope+v), rank], per head key rows then value rows.
         """

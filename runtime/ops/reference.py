@@ -71,7 +71,7 @@ def softplus(x: F64) -> F64:
 
 def matvec(weight: F64, x: F64) -> F64:
     """weight [out, in] · x [in], each output one pairwise sum."""
-    return np.add.reduce(weight * x, axis=-1)
+    return np.asarray(np.add.reduce(weight * x, axis=-1))
 
 
 def situ(g: F64, u: F64, beta: float, linear_beta: float | None) -> F64:
@@ -124,14 +124,14 @@ class ReferenceOps:
 
     def rms_norm(self, x: F64, weight: F64, eps: float) -> F64:
         mean_square = np.add.reduce(x * x, axis=-1, keepdims=True) / x.shape[-1]
-        return weight * (x / np.sqrt(mean_square + eps))
+        return np.asarray(weight * (x / np.sqrt(mean_square + eps)))
 
     def attn_res(self, sources: Sequence[F64], norm: F64, proj: F64, eps: float) -> F64:
         scores = np.stack([np.add.reduce(self.rms_norm(v, norm * proj, eps), axis=-1) for v in sources])
         weights = exp(scores - scores.max(axis=0))
         # Python's sum, source by source: np.add.reduce over this axis would take another order for a single row.
         mixed = sum(w[:, None] * v for w, v in zip(weights, sources, strict=True))
-        return np.asarray(mixed / sum(weights)[:, None])
+        return np.asarray(mixed / np.asarray(sum(weights))[:, None])
 
     def add(self, a: F64, b: F64) -> F64:
         return a + b
