@@ -80,25 +80,30 @@ class ExpertTable:
 
 @dataclass
 class Findings:
-    """What differs between a checkpoint and its config: (kind, line) pairs, and a count by kind."""
+    """What differs between a checkpoint and its config, by kind: a count, and the first few lines of each."""
 
-    lines: list[tuple[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    """Kind → (what, how many tensors that is), no more than can be shown."""
 
     def add(self, kind: str, line: str, count: int = 1) -> None:
-        self.lines.append((kind, line))
         self.counts[kind] += count
+        lines = self.lines.setdefault(kind, [])
+        if len(lines) < MAX_LINES:
+            lines.append((line, count))
 
     def raise_for(self, path: Path) -> None:
-        """Raise one CheckpointError naming everything found, or return when nothing was."""
-        if not self.lines:
+        """Raise one CheckpointError naming what was found, or return when nothing was."""
+        if not self.counts:
             return
         counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        shown = [f"  {kind}: {line}" for kind, line in self.lines[:MAX_LINES]]
-        if len(self.lines) > MAX_LINES:
-            shown.append(f"  ... and {len(self.lines) - MAX_LINES} more")
-        head = f"{path} is not the checkpoint its config.json describes: {counts}"
-        raise CheckpointError("\n".join([head, *shown, "fetch the named files again"]))
+        shown = [f"{path} is not the checkpoint its {CONFIG_NAME} describes: {counts}"]
+        for kind, lines in self.lines.items():
+            lines = lines[: max(1, MAX_LINES // len(self.lines))]
+            shown += [f"  {kind}: {line}" for line, _ in lines]
+            if more := self.counts[kind] - sum(count for _, count in lines):
+                shown.append(f"  {kind}: ... and {more} more")
+        raise CheckpointError("\n".join([*shown, "fetch the named files again"]))
 
 
 @dataclass
