@@ -74,6 +74,16 @@ def logits_digest(logits: npt.NDArray[np.floating]) -> str:
     return hashlib.sha256(logits.astype(logits.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
 
 
+def resolve_context(config: ModelConfig, context: int | None) -> int:
+    """The tokens a session may have: as asked for, else 8192 or the model's limit. Raises UsageError past it."""
+    limit = config.max_position_embeddings
+    if context is None:
+        return min(8192, limit)
+    if not 1 <= context <= limit:
+        raise UsageError(f"a context of {context:,} tokens was asked for; this model's is 1 to {limit:,}")
+    return context
+
+
 def check_request(prompt: Sequence[int], max_new: int, vocab_size: int, context: int) -> None:
     """Raise UsageError for a prompt or a number of new tokens that cannot be honoured."""
     if max_new < 1:
@@ -119,19 +129,15 @@ class Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
-        `context` bounds a session's tokens (default: 8192, or the model's own limit if lower). `memory` and
-        `expert_cache` are bytes; `reuse` off keeps no expert between tokens.
+        `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
+        between tokens.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
         if chunk < 1:
             raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
         checkpoint = Checkpoint.open(path)
-        limit = checkpoint.config.max_position_embeddings
-        if context is None:
-            context = min(8192, limit)
-        if not 1 <= context <= limit:
-            raise UsageError(f"a context of {context:,} tokens was asked for; this model's is 1 to {limit:,}")
+        context = resolve_context(checkpoint.config, context)
         backend = backend or default_backend()
         ops = make_ops(backend, threads or default_threads())
         plan = make_plan(

@@ -1,0 +1,207 @@
+"""The command line: options in, calls out. Every error meant for a person ends in `main`, as one line.
+
+Exit status: 0 done, 2 usage, 3 bad checkpoint, 4 storage failed (also: the output cannot be written), 5 does not
+fit, 130 interrupted, 141 nobody read the output, 143 terminated. Heavy imports wait until a command needs them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import runtime
+from runtime.commands.arguments import check_unicode, parse_size, prompt_source
+from runtime.commands.terminal import abandon, prepare, printable, say, write
+from runtime.errors import ExpertstreamError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from runtime.commands.loading import Loading
+
+ParserError: type[Exception] = typer.BadParameter.__mro__[2]
+"""What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, None)
+"""Why a help page cannot be written (None: stdout is closed); an OSError for anything else is a bug."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
+System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
+Effort = Literal["low", "high", "max"]
+Context = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. [default: at most 8192]")]
+Backend = Annotated[
+    Literal["cpu", "mlx", "reference"] | None, typer.Option(help="Arithmetic. [default: mlx with a GPU, else cpu]")
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Total of this process, such as 24G. [default: what is free]")
+]
+ExpertCache = Annotated[
+    str | None, typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: what --memory leaves]")
+]
+Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
+Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
+
+
+@app.callback(invoke_without_command=True)
+def _program(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Run Kimi K3, far larger than memory, from ordinary SSDs."""
+    if version:
+        write(f"expertstream {runtime.__version__}\n")
+    elif context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+
+
+@app.command()
+def run(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue, or to answer with --chat.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="The same from a UTF-8 file, nothing trimmed.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The same as token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message.")] = False,
+    system: System = None,
+    reasoning_effort: Annotated[Effort | None, typer.Option(help="With --chat. [default: max]")] = None,
+    max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    context: Context = None,
+    backend: Backend = None,
+    memory: Memory = None,
+    expert_cache: ExpertCache = None,
+    prefill_chunk: Chunk = 512,
+    threads: Threads = None,
+    stats: Stats = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
+    logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
+) -> None:
+    """Continue a prompt, or answer a message.
+
+    The text goes to stdout, everything else to stderr.
+    """
+    from runtime.commands.run import Request
+    from runtime.commands.run import run as command
+
+    source = prompt_source(prompt, prompt_file, prompt_ids, chat)
+    if not chat and (system is not None or reasoning_effort is not None):
+        option = "--system" if system is not None else "--reasoning-effort"
+        raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
+    effort = (reasoning_effort or "max") if chat else None
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: System = None,
+    reasoning_effort: Annotated[Effort, typer.Option(help="How much to think before answering.")] = "max",
+    max_new: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 2048,
+    context: Context = None,
+    backend: Backend = None,
+    memory: Memory = None,
+    expert_cache: ExpertCache = None,
+    prefill_chunk: Chunk = 512,
+    threads: Threads = None,
+    stats: Stats = False,
+) -> None:
+    """Talk with the model, one line a message.
+
+    /reset forgets the conversation, /exit or ^D leaves, ^C stops an answer. From a pipe, every line is a message.
+    """
+    from runtime.commands.chat import chat as command
+
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    command(loading, system, reasoning_effort, max_new, stats)
+
+
+@app.command()
+def synth(
+    shape: Annotated[Literal["tiny", "ladder", "slice", "k3"], typer.Option(help="Which dimensions.")],
+    out: Annotated[Path, typer.Option(help="New or empty directory.")],
+    layers: Annotated[int | None, typer.Option(help="Instead of the shape's own.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Per layer, instead of the shape's own.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts per token, instead of the shape's own.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Instead of the shape's own.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+) -> None:
+    """Write a synthetic checkpoint with random weights in the released format.
+
+    tiny is for tests; ladder has released experts over a small trunk (2.3 GB); slice has the released dimensions
+    in 3 layers (36 GB); k3 has all of them (1.56 TB).
+    """
+    from runtime.commands.synth import synth as command
+
+    command(shape, out, layers=layers, experts=experts, top_k=top_k, vocab=vocab, seed=seed)
+
+
+def _loading(
+    model: Path | None,
+    backend: str | None,
+    threads: int | None,
+    context: int | None,
+    prefill_chunk: int,
+    memory: str | None,
+    expert_cache: str | None,
+) -> Loading:
+    from runtime.commands.loading import Loading
+
+    reuse = expert_cache != "off"
+    return Loading(
+        model=model,
+        backend=backend,
+        threads=threads,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        memory=None if memory is None else parse_size(memory, "--memory"),
+        expert_cache=parse_size(expert_cache, "--expert-cache") if expert_cache is not None and reuse else None,
+        reuse=reuse,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name); its exit status. A bug is the only traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    prepare()
+    try:
+        check_unicode(arguments)
+        status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except ExpertstreamError as error:
+        return _fail(error.code, str(error), error.exit_code, as_json)
+    except ParserError as error:
+        message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, as_json)
+    except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
+        abandon(sys.stdout)
+        return 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            raise
+        abandon(sys.stdout)
+        message = f"cannot write to standard output: {error.strerror or error}"
+        return _fail(StorageError.code, message, StorageError.exit_code, as_json=False)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(code: str, message: str, status: int, as_json: bool) -> int:
+    """One line on stderr; with --json also an error record on stdout, unless stdout is what failed."""
+    line = printable(" ".join(message.split("\n")))
+    if as_json:
+        from runtime.generate.record import error_record
+
+        try:
+            print(json.dumps(error_record(code, message)), flush=True)
+        except OSError:
+            abandon(sys.stdout)
+    say(f"error: {line}")
+    return status

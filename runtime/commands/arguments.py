@@ -1,0 +1,88 @@
+"""What people write on a command line, read strictly: sizes, ids, prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from runtime.errors import UsageError
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+_ID = re.compile(r"-?[0-9]{1,18}")
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes: 24G and 24GB are 24·10⁹, 24Gi and 24GiB are 24·2³⁰, 1000000 is itself."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(
+            f"{option} {text!r} is not a size: write bytes or a number with K, M, G, T, such as 24G or 1.5Gi"
+        )
+    nbytes = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _POWER[match[2].upper()])
+    if nbytes < 1:
+        raise UsageError(f"{option} {text!r} is less than a byte")
+    return nbytes
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids separated by commas. Whether the model has them is the model's to say."""
+    items = [item.strip() for item in text.split(",")]
+    for position, item in enumerate(items):
+        if not _ID.fullmatch(item):
+            raise UsageError(
+                f"--prompt-ids: item {position} is {item!r}: wanted integers separated by commas, such as 1,2,3"
+            )
+    return [int(item) for item in items]
+
+
+def read_prompt(path: Path) -> str:
+    """The file's text, every byte of it: nothing is trimmed."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--prompt-file: cannot read {path}: {error.strerror or error}") from None
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--prompt-file: {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert the file to UTF-8"
+        ) from None
+
+
+def prompt_source(prompt: str | None, prompt_file: Path | None, prompt_ids: str | None, chat: bool) -> str | list[int]:
+    """The prompt as text or as ids. Raises UsageError unless it is given in exactly one way, and not empty."""
+    given = [
+        option
+        for option, value in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--prompt-ids", prompt_ids))
+        if value is not None
+    ]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise UsageError(f"one of --prompt, --prompt-file and --prompt-ids is needed, found {found}")
+    if prompt_ids is not None:
+        if chat:
+            raise UsageError(
+                "--chat writes a message around a text, and --prompt-ids is not one: give --prompt, or leave out --chat"
+            )
+        return parse_ids(prompt_ids)
+    text = read_prompt(prompt_file) if prompt_file is not None else prompt
+    if not text:
+        where = "--prompt" if prompt_file is None else f"--prompt-file: {prompt_file}"
+        raise UsageError(f"{where} is empty: there is nothing to continue from")
+    return text
+
+
+def check_unicode(arguments: Sequence[str]) -> None:
+    """Raise UsageError for an argument that was not UTF-8 in the shell."""
+    for position, argument in enumerate(arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            shown = argument.encode(errors="backslashreplace").decode()
+            raise UsageError(
+                f"argument {position} is not UTF-8 text, from its character {error.start} on: {shown}"
+            ) from None

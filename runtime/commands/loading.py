@@ -1,0 +1,84 @@
+"""From options to a loaded engine, telling what is loaded before it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.checkpoint import Checkpoint
+from runtime.commands.terminal import Interrupts, progress, say
+from runtime.errors import UsageError
+from runtime.generate import Engine, MemoryPlan, embedded_model
+from runtime.generate.embedded import NOTE
+from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
+from runtime.text.tokenizer import Tokenizer
+
+Ready = Callable[[Checkpoint, Tokenizer | None], None]
+"""Called when the checkpoint is open and nothing of it is loaded: the time to refuse a request."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What `run` and `chat` let people choose about the engine. None: the default. Sizes in bytes."""
+
+    model: Path | None = None
+    backend: str | None = None
+    threads: int | None = None
+    context: int | None = None
+    prefill_chunk: int = DEFAULT_CHUNK
+    memory: int | None = None
+    expert_cache: int | None = None
+    reuse: bool = True
+
+    @property
+    def note(self) -> str | None:
+        """What the model is, when the user did not name one."""
+        return NOTE if self.model is None else None
+
+    def resolved_threads(self, backend: str) -> int | None:
+        """The threads of our own kernels; None on the backends that have none. Raises UsageError."""
+        if backend == "cpu":
+            if self.threads is not None and self.threads < 1:
+                raise UsageError(f"--threads {self.threads}: at least one thread is needed")
+            return self.threads or default_threads()
+        if self.threads is not None:
+            raise UsageError(f"--threads is for the cpu backend; {backend} does not take it: leave it out")
+        return None
+
+    def load(self, stop: Interrupts, ready: Ready) -> Engine:
+        """Open, announce on stderr, ask `ready`, load. Raises what Engine.load and `ready` raise, or Cancelled."""
+        backend = self.backend or default_backend()
+        threads = self.resolved_threads(backend)
+
+        def announce(checkpoint: Checkpoint, tokenizer: Tokenizer | None, plan: MemoryPlan) -> None:
+            config = checkpoint.config
+            say(f"model    {self.note or checkpoint.path}")
+            say(
+                f"         {config.num_hidden_layers} layers, {config.num_experts} experts, "
+                f"fingerprint {checkpoint.fingerprint[:16]}, backend {backend}"
+                + (f" with {threads} thread{'s' if threads > 1 else ''}" if threads else "")
+            )
+            for note in checkpoint.notes:
+                say(f"         {note}")
+            say(f"memory   {plan}")
+            ready(checkpoint, tokenizer)
+
+        with progress("loading", in_bytes=True) as report:
+
+            def advanced(done: int, total: int) -> None:
+                stop.check()
+                report(done, total)
+
+            return Engine.load(
+                self.model or embedded_model(),
+                backend=backend,
+                threads=threads,
+                context=self.context,
+                chunk=self.prefill_chunk,
+                memory=self.memory,
+                expert_cache=self.expert_cache,
+                reuse=self.reuse,
+                announce=announce,
+                progress=advanced,
+            )

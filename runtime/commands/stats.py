@@ -1,0 +1,47 @@
+"""`--stats`: a line per token, and a table when the answer is complete."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from runtime.generate import Session, Step
+from runtime.generate.plan import size
+from runtime.generate.record import peak_rss_bytes, timing
+
+
+def token_line(number: int, step: Step, piece: str) -> str:
+    """What one token took. The first one's time is that of the whole prompt."""
+    return (
+        f"{number:5} {step.token_id:7} {step.seconds * 1000:10.1f} ms  "
+        f"{step.expert_hits:5} hits  {step.expert_misses:5} misses  {step.bytes_read / 1e6:9.2f} MB  {piece!r}"
+    )
+
+
+def table(session: Session, steps: Sequence[Step]) -> str:
+    """The run in a few rows: prompt, tokens, experts, memory."""
+    from tabulate import tabulate
+
+    engine, prefill, decoded = session.engine, session.prefill, steps[1:]
+    stats, checkpoint, plan = engine.experts.stats, engine.checkpoint, engine.plan
+    times = timing(engine, prefill, steps)
+    rows = [
+        ("load", f"{times['load_s']:.2f} s"),
+        ("prompt", f"{prefill.rows:,} tokens in {prefill.seconds:.3f} s, {prefill.expert_reads:,} experts read"),
+        ("first token", f"{times['ttft_s']:.3f} s"),
+    ]
+    if decoded:
+        ms = sorted(step.seconds * 1000 for step in decoded)
+        rate = f"{times['decode_tokens_per_s']:.2f} tokens/s"
+        rows += [
+            ("decode", f"{len(decoded):,} tokens in {times['decode_s']:.3f} s, {rate}"),
+            ("per token", f"{statistics.median(ms):.1f} ms median, {ms[0]:.1f} to {ms[-1]:.1f}"),
+            ("read per token", size(sum(step.bytes_read for step in decoded) // len(decoded))),
+        ]
+    rows += [
+        ("experts", f"{stats.hits:,} hits, {stats.misses:,} misses, {stats.evictions:,} evictions"),
+        ("expert cache", f"{size(stats.peak_bytes)} at most, of {size(engine.experts.budget_bytes)}"),
+        ("read in all", f"{size(checkpoint.bytes_read)} in {checkpoint.reads:,} reads"),
+        ("memory", f"{size(peak_rss_bytes())} at most, {size(plan.total)} planned, of {size(plan.limit)}"),
+    ]
+    return str(tabulate(rows, tablefmt="plain", disable_numparse=True))

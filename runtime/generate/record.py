@@ -1,0 +1,166 @@
+"""The run record: what `run --json` prints, and what made every number in it (docs/run-record.md).
+
+Sizes are bytes, times are seconds. A value that was not measured is null, never a guess.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import runtime
+from runtime.generate.engine import Engine, PrefillStats, Session, Step
+
+SCHEMA = "expertstream.run/1"
+
+PRECISION = {
+    "reference": "weight-exact: released weights, float64 arithmetic",
+    "cpu": "weight-exact: released weights, float32 activations and accumulation",
+    "mlx": "weight-exact: released weights, float32 activations",
+}
+"""What each backend computes in. Every one uses the weights as released."""
+
+DRIVE = "model"
+"""The name of the model directory as a drive."""
+
+Record = dict[str, Any]
+
+
+def run_record(
+    session: Session,
+    steps: Sequence[Step],
+    *,
+    prompt_ids: Sequence[int],
+    text: str | None,
+    reasoning: str | None,
+    note: str | None,
+    asked: Record,
+) -> Record:
+    """The record of one finished generation.
+
+    `text` is None when the checkpoint has no tokenizer, `reasoning` unless the chat form was asked for; `note`
+    says what the model is when its path does not; `asked` are the request's own settings, resolved.
+    """
+    engine = session.engine
+    hashed = [step.logits_sha256 for step in steps]
+    return {
+        "schema": SCHEMA,
+        "model": _model(engine, note),
+        "backend": engine.ops.name,
+        "prompt_ids": list(prompt_ids),
+        "token_ids": [step.token_id for step in steps],
+        "text": text,
+        "reasoning": reasoning,
+        "finish_reason": steps[-1].finish_reason,
+        "logits_sha256": None if None in hashed else hashed,
+        "timing": timing(engine, session.prefill, steps),
+        "io": _io(engine),
+        "cache": _cache(engine),
+        "prefill": _prefill(session.prefill),
+        "memory": {
+            "budget_bytes": engine.plan.limit,
+            "plan": engine.plan.as_dict(),
+            "peak_rss_bytes": peak_rss_bytes(),
+        },
+        "settings": {**asked, **_settings(engine)},
+    }
+
+
+def error_record(code: str, message: str) -> Record:
+    """What `--json` prints when there is no run to record."""
+    return {"schema": SCHEMA, "error": {"code": code, "message": message}}
+
+
+def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, float | None]:
+    """Seconds. `ttft_s` runs from the start of the prefill to the first token, `decode_s` from there to the last."""
+    decode = sum(step.seconds for step in steps[1:])
+    return {
+        "load_s": engine.load_seconds,
+        "ttft_s": steps[0].seconds,
+        "prefill_s": prefill.seconds,
+        "decode_s": decode,
+        "decode_tokens_per_s": (len(steps) - 1) / decode if decode > 0 else None,
+    }
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _model(engine: Engine, note: str | None) -> Record:
+    config = engine.config
+    return {
+        "path": str(engine.checkpoint.path),
+        "note": note,
+        "fingerprint": engine.checkpoint.fingerprint,
+        "layers": config.num_hidden_layers,
+        "experts": config.num_experts,
+        "trunk": "bf16",
+    }
+
+
+def _io(engine: Engine) -> Record:
+    """What was asked of the system; `device_bytes`, what drives really delivered, is not measured in this mode."""
+    checkpoint, demand = engine.checkpoint, engine.experts.stats.bytes_read
+    total = checkpoint.bytes_read
+    drive = {"bytes": total, "reads": checkpoint.reads, "retries": 0, "errors": 0, "mode": "buffered"}
+    return {
+        "requested_bytes": total,
+        "device_bytes": None,
+        "by_drive": {DRIVE: drive},
+        "by_kind": {"demand": demand, "trunk": total - demand},
+    }
+
+
+def _cache(engine: Engine) -> dict[str, int]:
+    stats = engine.experts.stats
+    return {
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "evictions": stats.evictions,
+        "budget_bytes": engine.experts.budget_bytes,
+        "peak_bytes": stats.peak_bytes,
+    }
+
+
+def _prefill(stats: PrefillStats) -> Record:
+    return {
+        "rows": stats.rows,
+        "layer_passes": stats.layer_passes,
+        "expert_reads": stats.expert_reads,
+        "distinct_experts": stats.distinct_experts,
+        "amplification": stats.expert_reads / stats.distinct_experts if stats.distinct_experts else None,
+    }
+
+
+def _settings(engine: Engine) -> Record:
+    return {
+        "backend": engine.ops.name,
+        "context": engine.context,
+        "prefill_chunk": engine.chunk,
+        "memory_bytes": engine.plan.limit,
+        "expert_cache_bytes": engine.plan.expert_cache,
+        "expert_reuse": engine.experts.reuse,
+        "trunk": "bf16",
+        "precision": PRECISION[engine.ops.name],
+        "versions": {
+            "expertstream": runtime.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("numpy", "numba", "mlx")},
+        },
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
