@@ -1,0 +1,1 @@
+"""Reference tokens, logit digests and published vectors; see `golden.cases`."""

@@ -1,0 +1,96 @@
+"""Make `embedded.json` and `synthetic.json` anew: `python -m golden.make [embedded] [synthetic]`.
+
+Every case is run on the backends whose bits are promised; they must agree on the tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from golden.cases import BACKENDS, Case, digest, run, save
+from runtime.generate import Engine, embedded_model
+from runtime.text.chat import render
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+import shapes
+
+RAW = (
+    "The capital of France is",
+    "The chemical symbol of iron is",
+    "The largest planet is",
+    "Once there was",
+)
+
+QUESTIONS = (
+    "What are the three largest moons of Saturn?",
+    "What is the capital of Japan?",
+    "What is 4 + 3?",
+    "Say <|open|>message<|sep|> to me.",
+)
+
+EMBEDDED_HOW = (
+    "The embedded default, greedy, each prompt in a new session: raw prompts as typed, and chats of one user message "
+    "rendered with thinking on and effort max. Made by `python -m golden.make` on the reference and cpu backends, "
+    "which agreed on every token."
+)
+
+SYNTHETIC_HOW = (
+    "Synthetic checkpoints by conformance/shapes.py with its seeds, greedy; prompt ids from "
+    "numpy.random.default_rng(7) below the vocabulary size. Made by `python -m golden.make` on the reference and cpu "
+    "backends, which agreed on every token."
+)
+
+
+def make_cases(model: str, path: Path, prompts: list[tuple[str, list[int], int]]) -> Iterator[Case]:
+    """The cases of one checkpoint: (name, prompt ids, new tokens) each."""
+    engines = {backend: Engine.load(path, backend=backend) for backend in BACKENDS}
+    for name, prompt_ids, max_new in prompts:
+        steps = {backend: run(engine, prompt_ids, max_new) for backend, engine in engines.items()}
+        token_ids = [step.token_id for step in steps["reference"]]
+        for backend in BACKENDS:
+            if [step.token_id for step in steps[backend]] != token_ids:
+                sys.exit(f"{model}, {name}: {backend} gives other tokens than the reference; nothing was written")
+        yield Case(
+            model,
+            engines["reference"].checkpoint.fingerprint,
+            name,
+            prompt_ids,
+            token_ids,
+            str(steps["reference"][-1].finish_reason),
+            {backend: digest(steps[backend]) for backend in BACKENDS},
+        )
+
+
+def embedded() -> None:
+    """Write `embedded.json`."""
+    path = embedded_model()
+    tokenizer = Engine.load(path, backend="cpu").tokenizer
+    assert tokenizer is not None
+    prompts = [(text, tokenizer.encode(text), 48) for text in RAW]
+    for text in QUESTIONS:
+        prompts.append((text, tokenizer.encode_segments(render([{"role": "user", "content": text}])), 96))
+    save("embedded", EMBEDDED_HOW, list(make_cases("embedded", path, prompts)))
+
+
+def synthetic() -> None:
+    """Write `synthetic.json`."""
+    made: list[Case] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for name, seed in shapes.SEEDS.items():
+            path = Path(directory) / name
+            shapes.write_checkpoint(name, seed, path)
+            vocab_size = shapes.config(name)["text_config"]["vocab_size"]
+            ids = np.random.default_rng(7).integers(0, vocab_size, 24).tolist()
+            made += make_cases(name, path, [("short", ids[:12], 8), ("long", ids, 48)])
+            print(f"{name}: {made[-1].token_ids}")
+    save("synthetic", SYNTHETIC_HOW, made)
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or ("embedded", "synthetic"):
+        {"embedded": embedded, "synthetic": synthetic}[part]()
