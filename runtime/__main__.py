@@ -2,7 +2,11 @@
 
 import sys
 
-from runtime.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from runtime.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # before main could see it
+        status = 130
+    sys.exit(status)

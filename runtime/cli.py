@@ -18,7 +18,7 @@ import typer
 import runtime
 from runtime.commands.arguments import check_unicode, parse_size, prompt_source
 from runtime.commands.terminal import abandon, prepare, printable, say, write
-from runtime.errors import ExpertstreamError, StorageError, UsageError
+from runtime.errors import Cancelled, ExpertstreamError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from runtime.commands.loading import Loading
@@ -203,5 +203,5 @@ def _fail(code: str, message: str, status: int, as_json: bool) -> int:
             print(json.dumps(error_record(code, message)), flush=True)
         except OSError:
             abandon(sys.stdout)
-    say(f"error: {line}")
+    say(line if code == Cancelled.code else f"error: {line}")
     return status
