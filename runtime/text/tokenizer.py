@@ -259,7 +259,10 @@ def _read_names(path: Path) -> dict[int, str]:
     """The spellings that `tokenizer_config.json` gives to ids."""
     try:
         added: Any = json.loads(_read(path))["added_tokens_decoder"]
-        return {int(token_id): str(entry["content"]) for token_id, entry in added.items()}
+        names = {int(token_id): entry["content"] for token_id, entry in added.items()}
+        for name in names.values():
+            name.encode()  # not text, or not text that UTF-8 can hold
+        return names
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(
             f"{path}: wanted an object `added_tokens_decoder` of id to {{`content`: spelling}} "
