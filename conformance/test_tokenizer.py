@@ -156,7 +156,7 @@ def test_segments_never_merge_over_a_boundary() -> None:
 def test_half_a_character_is_the_users_mistake(text: str) -> None:
     position = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
     for encode in (TOKENIZER.encode, TOKENIZER.encode_structural):
-        with pytest.raises(UsageError, match=f"lone surrogate U\\+D... at position {position}"):
+        with pytest.raises(UsageError, match=f"lone surrogate U\\+D...\\) at position {position}"):
             encode(text)
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import regex
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from runtime.text.tokenizer import SPLIT, Tokenizer
+
+settings.register_profile("conformance", deadline=None)  # no timing decides a test
+settings.load_profile("conformance")
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
