@@ -83,6 +83,4 @@ def check_unicode(arguments: Sequence[str]) -> None:
             argument.encode()
         except UnicodeEncodeError as error:
             shown = argument.encode(errors="backslashreplace").decode()
-            raise UsageError(
-                f"argument {position} is not UTF-8 text, from its character {error.start} on: {shown}"
-            ) from None
+            raise UsageError(f"argument {position} is not UTF-8 text at character {error.start}: {shown}") from None

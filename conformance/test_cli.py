@@ -1,0 +1,615 @@
+"""The command line: what goes where, how it ends, and that no mistake of a user shows a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import runtime
+from runtime.checkpoint import Checkpoint
+from runtime.cli import main
+from runtime.commands.arguments import parse_size
+from runtime.commands.chat import Conversation
+from runtime.commands.terminal import Interrupts, printable
+from runtime.errors import UsageError
+from runtime.generate import Engine
+from runtime.generate.embedded import NOTE
+from runtime.ops import BACKENDS
+
+CAPITAL = "The capital of France is"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line in this process."""
+
+    def command(*arguments: object) -> Outcome:
+        status = main([str(argument) for argument in arguments])
+        return Outcome(status, *capsys.readouterr())
+
+    return command
+
+
+def started(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    """A process of its own, for what only a process can show."""
+    command = [sys.executable, "-m", "runtime", *map(str, arguments)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, **{**pipes, **options})
+
+
+def on(model: Path) -> list[object]:
+    """Options for a checkpoint and the backend that needs no compiling."""
+    return ["--model", model, "--backend", "reference"]
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "unknown option": ("run --prompt a --nope", 2, "--nope"),
+    "unknown command": ("bogus", 2, "bogus"),
+    "stray argument": ("run --prompt a b", 2, "unexpected"),
+    "option without its value": ("run --prompt", 2, "--prompt"),
+    "no prompt": ("run", 2, "one of --prompt, --prompt-file and --prompt-ids"),
+    "two prompts": ("run --prompt a --prompt-ids 1", 2, "--prompt and --prompt-ids"),
+    "ids missing": ("run --prompt-ids 1,,2", 2, "item 1 is ''"),
+    "ids that are words": ("run --prompt-ids 1,two", 2, "item 1 is 'two'"),
+    "ids in other digits": ("run --prompt-ids ١,٢", 2, "item 0"),
+    "an endless id": ("run --prompt-ids " + "9" * 5000, 2, "item 0"),
+    "ids for a message": ("run --chat --prompt-ids 1", 2, "--chat"),
+    "prompt file missing": ("run --prompt-file /nowhere/p.txt", 2, "/nowhere/p.txt: No such file"),
+    "prompt file a directory": ("run --prompt-file /", 2, "Is a directory"),
+    "system without a message": ("run --prompt a --system b", 2, "--system"),
+    "effort without a message": ("run --prompt a --reasoning-effort low", 2, "--reasoning-effort"),
+    "unknown effort": ("run --chat --prompt a --reasoning-effort medium", 2, "medium"),
+    "size in words": ("run --prompt a --memory lots", 2, "--memory 'lots'"),
+    "size with a wrong unit": ("run --prompt a --expert-cache 5X", 2, "--expert-cache '5X'"),
+    "size of nothing": ("run --prompt a --memory 0", 2, "--memory '0'"),
+    "number that is none": ("run --prompt a --max-new many", 2, "--max-new"),
+    "unknown backend": ("run --prompt a --backend abacus", 2, "abacus"),
+    "no threads": ("run --prompt a --backend cpu --threads 0", 2, "--threads 0"),
+    "threads elsewhere": ("run --prompt a --backend reference --threads 2", 2, "--threads"),
+    "model missing": ("run --prompt a --model /nowhere", 3, "/nowhere"),
+    "model a file": (f"run --prompt a --model {__file__}", 3, __file__),
+    "synth without a shape": ("synth --out x", 2, "--shape"),
+    "synth over something": ("synth --shape tiny --out /", 2, "not an empty directory"),
+    "chat that may not answer": ("chat --max-new 0", 2, "--max-new"),
+}
+
+
+@pytest.mark.parametrize(("line", "status", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_ends_with_its_status_and_one_line(cli: Command, line: str, status: int, said: str) -> None:
+    outcome = cli(*line.split(" "))
+    assert outcome.status == status
+    assert outcome.out == ""
+    assert said in outcome.err
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+
+
+REFUSALS = {
+    "nothing to generate": (["--prompt", "a", "--max-new", "0"], 2, "--max-new"),
+    "no chunk": (["--prompt", "a", "--prefill-chunk", "0"], 2, "--prefill-chunk"),
+    "no context": (["--prompt", "a", "--context", "0"], 2, "context of 0"),
+    "context past the model's": (["--prompt", "a", "--context", "5000"], 2, "1 to 4,096"),
+    "id past the vocabulary": (["--prompt-ids", "1,1024"], 2, "token id 1024 at position 1"),
+    "negative id": (["--prompt-ids", "-1,2"], 2, "token id -1 at position 0"),
+    "prompt past the context": (["--prompt", "a" * 50, "--context", "5"], 2, "--context"),
+    "empty prompt": (["--prompt", ""], 2, "empty"),
+    "memory too small": (["--prompt", "a", "--memory", "10M"], 5, "The least it can run in"),
+    "cache below one layer": (["--prompt", "a", "--expert-cache", "1K"], 5, "--expert-cache"),
+}
+
+
+@pytest.mark.parametrize(("options", "status", "said"), REFUSALS.values(), ids=REFUSALS)
+def test_what_a_checkpoint_cannot_do_is_refused_before_it_is_loaded(
+    cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], status: int, said: str
+) -> None:
+    monkeypatch.setattr("runtime.generate.engine.Trunk", None)  # loading would be a TypeError
+    outcome = cli("run", *on(tiny), *options, "--json")
+    assert outcome.status == status
+    error = outcome.record["error"]
+    assert outcome.record == {"schema": "expertstream.run/1", "error": error}
+    assert error["code"] == {2: "usage", 5: "does_not_fit"}[status]
+    assert said in error["message"]
+    assert outcome.err.endswith(f"error: {error['message']}\n")
+
+
+def test_a_prompt_file_must_be_text(cli: Command, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"na\xc3\xafve \xff")
+    outcome = cli("run", "--prompt-file", file)
+    assert outcome.status == 2
+    assert "byte 0xff at offset 7" in outcome.err
+    file.write_bytes(b"")
+    outcome = cli("run", "--prompt-file", file)
+    assert outcome.status == 2
+    assert f"{file} is empty" in outcome.err
+
+
+def test_a_damaged_checkpoint_is_status_3(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(tiny, tmp_path / "damaged")
+    shard = sorted(damaged.glob("*.safetensors"))[3]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    outcome = cli("run", *on(damaged), "--prompt", "a", "--json")
+    assert outcome.status == 3
+    assert outcome.record["error"]["code"] == "bad_checkpoint"
+    assert shard.name in outcome.record["error"]["message"]
+
+
+def test_a_read_that_fails_is_status_4_and_names_the_expert(
+    cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expert_nbytes = Checkpoint.open(tiny).expert_nbytes
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if len(buffers[0]) == expert_nbytes:
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    outcome = cli("run", *on(tiny), "--prompt", "a")
+    assert outcome.status == 4
+    assert "layer 1 expert" in outcome.err
+    assert outcome.err.endswith("Input/output error\n")
+
+
+def test_a_bug_is_a_traceback(cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.generate.engine.Trunk", None)
+    with pytest.raises(TypeError):
+        cli("run", *on(tiny), "--prompt", "a")
+
+
+def test_control_characters_in_a_message_stay_on_its_line(cli: Command) -> None:
+    outcome = cli("run", "--prompt", "a", "--model", "/no\nwhere\x1b[31m")
+    assert outcome.status == 3
+    assert outcome.err.count("\n") == 1
+    assert "\x1b" not in outcome.err
+
+
+def test_an_argument_that_is_not_utf8() -> None:
+    command = [sys.executable, "-m", "runtime", "run", "--prompt", b"a\xff"]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert outcome.returncode == 2
+    assert outcome.stderr == b"error: argument 3 is not UTF-8 text at character 1: a\\udcff\n"
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24G", 24 * 10**9),
+        ("24GB", 24 * 10**9),
+        ("24gib", 24 << 30),
+        ("1.5Ti", 3 << 39),
+        ("0.3K", 300),
+        ("17547264", 17_547_264),
+        ("16 M", 16 * 10**6),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--memory") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "1,5G", "24iB", "24i", "24 G B", "0.0001", "١G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="--memory"):
+        parse_size(text, "--memory")
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_default_answers_and_says_what_it_is(cli: Command) -> None:
+    outcome = cli("run", "--prompt", CAPITAL, "--max-new", 17)
+    assert outcome.status == 0
+    assert "Paris" in outcome.out
+    assert not outcome.out.startswith(CAPITAL)
+    assert outcome.out.endswith("\n")
+    assert f"model    {NOTE}\n" in outcome.err
+    assert "not Kimi K3" in outcome.err
+    assert "memory   " in outcome.err
+
+
+def test_a_message_is_answered_on_stdout_and_thought_about_on_stderr(cli: Command) -> None:
+    arguments = ("run", "--chat", "--prompt", "What is the capital of France?", "--max-new", 80)
+    outcome, record = cli(*arguments), cli(*arguments, "--json").record
+    assert outcome.status == 0
+    assert "Paris" in outcome.out
+    assert record["text"] + "\n" == outcome.out
+    assert record["reasoning"]
+    assert outcome.err.endswith(f"{record['reasoning']}\n")
+    assert record["finish_reason"] == "stop"
+    assert record["settings"]["reasoning_effort"] == "max"
+    assert not any(marker in outcome.out for marker in ("<|", "think", "response"))
+
+
+def test_system_and_effort_reach_the_prompt(cli: Command, tiny: Path) -> None:
+    def prompt_ids(*options: object) -> list[int]:
+        return cli("run", *on(tiny), "--chat", "--prompt", "a", "--max-new", 1, "--json", *options).record["prompt_ids"]
+
+    prompts = [prompt_ids(), prompt_ids("--reasoning-effort", "low"), prompt_ids("--system", "Be brief.")]
+    assert prompts[0] == prompt_ids("--reasoning-effort", "max")
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+
+
+def test_a_prompt_file_is_used_as_it_is(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\r\n naïve \n\n".encode())
+    ids = cli("run", *on(tiny), "--prompt-file", file, "--max-new", 1, "--json").record["prompt_ids"]
+    assert ids == cli("run", *on(tiny), "--prompt", "\r\n naïve \n\n", "--max-new", 1, "--json").record["prompt_ids"]
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_and_prints_ids(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(tiny, tmp_path / "bare")
+    (bare / "tiktoken.model").unlink()
+    arguments = ("run", *on(bare), "--prompt-ids", "1, 2,3", "--max-new", 4)
+    outcome, record = cli(*arguments), cli(*arguments, "--json").record
+    assert outcome.status == 0
+    assert outcome.out == ",".join(map(str, record["token_ids"])) + "\n"
+    assert record["prompt_ids"] == [1, 2, 3]
+    assert record["text"] is None
+    for line in (("run", *on(bare), "--prompt", "a"), ("chat", *on(bare))):
+        outcome = cli(*line)
+        assert outcome.status == 2
+        assert "tiktoken.model" in outcome.err
+
+
+def test_a_full_context_is_said(cli: Command, tiny: Path) -> None:
+    outcome = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--context", 5, "--json")
+    assert outcome.record["finish_reason"] == "length"
+    assert len(outcome.record["token_ids"]) == 3
+    assert "a context of 5 tokens leaves room for 3 new ones, not 256" in outcome.err
+
+
+def test_stats_are_a_line_per_token_and_a_table(cli: Command, tiny: Path) -> None:
+    plain = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4)
+    outcome = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4, "--stats")
+    assert outcome.out == plain.out
+    lines = [line.split() for line in outcome.err.splitlines()]
+    tokens = [line for line in lines if line[0] in "1234" and "hits" in line]
+    assert [line[0] for line in tokens] == ["1", "2", "3", "4"]
+    assert {"load", "prompt", "decode", "experts", "memory"} <= {line[0] for line in lines}
+
+
+# -- the record ----------------------------------------------------------------------------------------------
+
+RECORD = {
+    "schema": None,
+    "model": {"path", "note", "fingerprint", "layers", "experts", "trunk"},
+    "backend": None,
+    "prompt_ids": None,
+    "token_ids": None,
+    "text": None,
+    "reasoning": None,
+    "finish_reason": None,
+    "logits_sha256": None,
+    "timing": {"load_s", "ttft_s", "prefill_s", "decode_s", "decode_tokens_per_s"},
+    "io": {"requested_bytes", "device_bytes", "by_drive", "by_kind"},
+    "cache": {"hits", "misses", "evictions", "budget_bytes", "peak_bytes"},
+    "prefill": {"rows", "layer_passes", "expert_reads", "distinct_experts", "amplification"},
+    "memory": {"budget_bytes", "plan", "peak_rss_bytes"},
+    "settings": {
+        *("backend", "threads", "context", "prefill_chunk", "max_new", "chat", "system", "reasoning_effort"),
+        *("memory_bytes", "expert_cache_bytes", "expert_reuse", "trunk", "precision", "versions", "platform"),
+        "machine",
+    },
+}
+
+
+def test_the_record_has_the_documented_keys(cli: Command, tiny: Path) -> None:
+    record = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 2, "--json").record
+    assert set(record) == set(RECORD)
+    for name, keys in RECORD.items():
+        if keys is not None:
+            assert set(record[name]) == keys, name
+    documented = (ROOT / "docs" / "run-record.md").read_text()
+    for key in [*RECORD, *(key for keys in RECORD.values() for key in keys or ())]:
+        assert f"`{key}`" in documented, key
+    assert record["schema"] == "expertstream.run/1"
+    assert record["model"]["path"] == str(tiny)
+    assert record["model"]["note"] is None
+    assert record["logits_sha256"] is None
+    assert record["settings"]["versions"]["expertstream"] == runtime.__version__
+
+
+def test_the_record_counts_every_read_as_the_system_saw_it(
+    cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        seen.append(preadv(fd, buffers, offset))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    record = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4, "--json").record
+    io, cache = record["io"], record["cache"]
+    drive = {"bytes": sum(seen), "reads": len(seen), "retries": 0, "errors": 0, "mode": "buffered"}
+    assert io["by_drive"] == {"model": drive}
+    assert io["requested_bytes"] == sum(seen) == sum(io["by_kind"].values())
+    assert io["device_bytes"] is None
+    with Checkpoint.open(tiny) as checkpoint:
+        assert io["by_kind"]["demand"] == cache["misses"] * checkpoint.expert_nbytes
+        assert io["by_kind"]["trunk"] >= checkpoint.trunk_nbytes
+    assert cache["peak_bytes"] <= cache["budget_bytes"] == record["settings"]["expert_cache_bytes"]
+    assert record["memory"]["plan"]["total"] <= record["memory"]["budget_bytes"]
+
+
+def test_prefill_counts_rows_passes_and_reads(cli: Command, tiny: Path) -> None:
+    whole, halves = (
+        cli("run", *on(tiny), "--prompt-ids", "1,2,3,4", "--max-new", 1, "--json", "--prefill-chunk", chunk).record
+        for chunk in (4, 2)
+    )
+    assert whole["prefill"]["rows"] == halves["prefill"]["rows"] == 4
+    assert whole["prefill"]["layer_passes"] * 2 == halves["prefill"]["layer_passes"] == 18
+    assert whole["prefill"]["expert_reads"] == whole["prefill"]["distinct_experts"]
+    assert whole["prefill"]["amplification"] == 1.0
+    assert whole["token_ids"] == halves["token_ids"]
+
+
+def test_logits_hashes_do_not_depend_on_cache_or_chunk(cli: Command, tiny: Path) -> None:
+    line = ("run", *on(tiny), "--prompt-ids", "1,2,3,4,5", "--max-new", 5, "--json", "--logits-hash")
+    first = cli(*line).record
+    assert len(first["logits_sha256"]) == 5
+    for options in (("--expert-cache", "off"), ("--prefill-chunk", 2), ("--expert-cache", "60K")):
+        other = cli(*line, *options).record
+        assert other["logits_sha256"] == first["logits_sha256"], options
+    shown = cli(*line[:-2], "--logits-hash")
+    assert [row.split()[-1] for row in shown.err.splitlines()[-5:]] == first["logits_sha256"]
+
+
+def test_settings_are_what_was_resolved(cli: Command, tiny: Path) -> None:
+    options = ("--memory", "2G", "--expert-cache", "off", "--prefill-chunk", 7, "--context", 64, "--max-new", 2)
+    record = cli("run", *on(tiny), "--prompt-ids", "1", "--json", *options).record
+    settings = record["settings"]
+    assert settings["memory_bytes"] == record["memory"]["budget_bytes"] == 2 * 10**9
+    assert record["memory"]["plan"]["source"] == "--memory"
+    assert (settings["expert_reuse"], settings["prefill_chunk"], settings["context"]) == (False, 7, 64)
+    assert settings["max_new"] == 2
+    assert "weight-exact" in settings["precision"]
+    assert record["cache"]["hits"] == 0
+
+
+# -- how it ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_between_layers_with_the_text_so_far(tiny: Path, signum: signal.Signals) -> None:
+    process = started("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
+    assert process.stdout is not None
+    begun = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert begun
+    assert out.endswith(b"\n")
+    assert process.returncode == 128 + signum
+    assert b"stopped before layer" in err.splitlines()[-1]
+    assert b"Traceback" not in err
+
+
+def test_an_interrupted_record_is_an_error(cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupts, "cancelled", lambda self: True)
+    outcome = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--json")
+    assert outcome.status == 130
+    assert outcome.record["error"]["code"] == "interrupted"
+
+
+def test_the_second_signal_is_not_caught() -> None:
+    with Interrupts() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.cancelled()
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_closed_pipe_ends_quietly(tiny: Path) -> None:
+    process = started("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 141
+    assert err.splitlines()[-1].startswith(b"memory")
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("what", [["--help"], ["run", "--help"], ["run"], ["run", "--json"]])
+def test_a_full_disk_is_said_in_one_line(tiny: Path, what: list[str]) -> None:
+    line = what if "--help" in what else [*what, *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 2]
+    with open("/dev/full", "wb") as full:
+        process = started(*line, stdout=full)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert err.splitlines()[-1] == b"error: cannot write to standard output: No space left on device"
+    assert b"Traceback" not in err
+    assert b"Exception ignored" not in err
+
+
+@pytest.mark.parametrize(("closed", "status"), [(1, 4), (2, 0), (0, 0)])
+def test_closed_streams(tiny: Path, closed: int, status: int) -> None:
+    line = [sys.executable, "-m", "runtime", "run", *on(tiny), "--prompt-ids", "1,2", "--max-new", 1]
+    shell = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *map(str, line)]
+    outcome = subprocess.run(shell, cwd=ROOT, capture_output=True, check=False)
+    assert outcome.returncode == status
+    assert b"Traceback" not in outcome.stderr
+    assert b"Exception ignored" not in outcome.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from runtime.cli import main; assert main(['run', '--help']) == 0; "
+        "print(sorted({'numpy', 'numba', 'mlx', 'tiktoken', 'rich', 'tabulate'} & set(sys.modules)), file=sys.stderr)"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert outcome.stderr == "[]\n"
+    assert all(backend in outcome.stdout for backend in BACKENDS)
+
+
+def test_version_and_help(cli: Command) -> None:
+    assert cli("--version").out == f"expertstream {runtime.__version__}\n"
+    assert all(command in cli().out for command in ("run", "chat", "synth"))
+
+
+# -- synth ---------------------------------------------------------------------------------------------------
+
+
+def test_synth_writes_what_run_reads(cli: Command, tmp_path: Path) -> None:
+    out = tmp_path / "made"
+    made = cli("synth", "--shape", "tiny", "--layers", 5, "--experts", 8, "--top-k", 2, "--seed", 3, "--out", out)
+    assert (made.status, made.out) == (0, "")
+    record = cli("run", *on(out), "--prompt-ids", "1", "--max-new", 1, "--json").record
+    assert (record["model"]["layers"], record["model"]["experts"]) == (5, 8)
+
+
+def test_an_interrupted_synth_leaves_nothing(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupts, "cancelled", lambda self: True)
+    assert cli("synth", "--shape", "tiny", "--out", tmp_path / "made").status == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- chat ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(embedded: Path) -> Engine:
+    return Engine.load(embedded)
+
+
+def conversation(engine: Engine, max_new: int = 100) -> Conversation:
+    assert engine.tokenizer is not None
+    return Conversation(engine.session(), engine.tokenizer, None, "max", max_new, False)
+
+
+def test_every_line_of_a_pipe_is_a_message() -> None:
+    lines = "What is the capital of France?\n\n/reset\n/what\nWhat is the capital of Japan?\n/exit\nnever read\n"
+    process = started("chat", stdin=subprocess.PIPE)
+    out, err = process.communicate(lines.encode(), timeout=120)
+    assert process.returncode == 0
+    answers = out.decode().splitlines()
+    assert len(answers) == 2
+    assert "Paris" in answers[0]
+    assert "Tokyo" in answers[1]
+    assert b"/reset forgets" in err
+    assert b"> " not in out
+
+
+def test_a_turn_costs_its_own_tokens_only(engine: Engine) -> None:
+    talk = conversation(engine)
+    talk.say("What is the capital of France?")
+    read = list(talk.session.processed)
+    talk.say("What is the capital of Japan?")
+    assert talk.session.processed[: len(read)] == read
+    assert talk.session.prefill.rows < len(read)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+    assert talk.messages[1]["reasoning_content"]
+    # What was computed in two parts is what a session that has seen nothing computes.
+    cold = conversation(engine)
+    cold.messages = talk.messages[:2]
+    cold.say("What is the capital of Japan?")
+    assert cold.messages == talk.messages
+    assert cold.session.prefill.rows > talk.session.prefill.rows
+
+
+def test_after_a_cut_answer_the_history_is_what_was_received(engine: Engine) -> None:
+    talk = conversation(engine, max_new=3)
+    talk.say("What is the capital of France?")
+    cut = talk.messages[1]
+    assert cut["content"] == ""
+    talk.max_new = 100
+    talk.say("What is the capital of Japan?")
+    fresh = conversation(engine)
+    fresh.messages = [{"role": "user", "content": "What is the capital of France?"}, cut]
+    fresh.say("What is the capital of Japan?")
+    assert fresh.messages == talk.messages
+
+
+def test_a_message_nobody_answered_is_no_history(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = conversation(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupts, "cancelled", lambda self: True)
+        with pytest.raises(Exception, match="stopped"):
+            talk.say("What is the capital of France?")
+    assert talk.messages == []
+    talk.say("What is the capital of France?")
+    assert "Paris" in talk.messages[-1]["content"]
+
+
+def test_a_bad_line_ends_a_piped_conversation(tiny: Path) -> None:
+    process = started("chat", *on(tiny), "--max-new", 1, stdin=subprocess.PIPE)
+    _, err = process.communicate(b"na\xefve\n", timeout=60)
+    assert process.returncode == 2
+    assert b"Traceback" not in err
+
+
+# -- a terminal ----------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_is_never_sent_a_control_character() -> None:
+    assert printable("a\x1b[31m\r\x07\x7f\x9b\n\tü") == "a\\x1b[31m\\x0d\\x07\\x7f\\x9b\n\tü"
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = pty.openpty()
+    yield ours, theirs
+    os.close(ours)
+
+
+def read_until(fd: int, marker: bytes, seconds: float = 60) -> bytes:
+    """What appears on the terminal, up to the marker."""
+    shown, until = b"", time.monotonic() + seconds
+    while marker not in shown:
+        assert time.monotonic() < until, shown
+        shown += os.read(fd, 4096)
+    return shown
+
+
+def test_chat_at_a_terminal(embedded: Path, terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
+    process = started(
+        "chat", stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    read_until(ours, b"> ")
+    process.send_signal(signal.SIGINT)
+    assert b"/exit or ^D leaves" in read_until(ours, b"leaves")
+    os.write(ours, b"What is the capital of France?\n")
+    assert b"Paris" in read_until(ours, b"Paris")
+    os.write(ours, b"/exit\n")
+    assert process.wait(60) == 0
