@@ -19,6 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -269,10 +270,8 @@ def make_ranks(count: int) -> list[bytes]:
     """
     order = sorted(range(256), key=lambda byte: (not (97 <= byte <= 122 or byte == 32), byte))
     ranks = [bytes([byte]) for byte in range(256)]
-    tokens = ranks
-    while len(ranks) < count:
-        tokens = [token + bytes([byte]) for byte in order for token in tokens[: count - len(ranks)]]
-        ranks += tokens[: count - len(ranks)]
+    for length in (2, 3):
+        ranks += map(bytes, islice(product(order, repeat=length), count - len(ranks)))
     return ranks
 
 
