@@ -30,6 +30,8 @@ from runtime.generate.embedded import NOTE
 from runtime.ops import BACKENDS
 
 CAPITAL = "The capital of France is"
+HANGS_S = 900
+"""When a process counts as hanging, on a machine however busy."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,24 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Command:
     return command
 
 
-def started(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    """A process of its own, for what only a process can show."""
-    command = [sys.executable, "-m", "runtime", *map(str, arguments)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, **{**pipes, **options})
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process of its own, for what only a process can show. None outlives the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def command(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+        line = [sys.executable, "-m", "runtime", *map(str, arguments)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(line, cwd=ROOT, **{**pipes, **options}))
+        return processes[-1]
+
+    yield command
+    for process in processes:
+        with process:
+            process.kill()
 
 
 def on(model: Path) -> list[object]:
@@ -408,12 +423,12 @@ def test_settings_are_what_was_resolved(cli: Command, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_between_layers_with_the_text_so_far(tiny: Path, signum: signal.Signals) -> None:
-    process = started("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
+def test_a_signal_stops_between_layers_with_the_text_so_far(start: Start, tiny: Path, signum: signal.Signals) -> None:
+    process = start("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
     assert process.stdout is not None
     begun = os.read(process.stdout.fileno(), 1)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANGS_S)
     assert begun
     assert out.endswith(b"\n")
     assert process.returncode == 128 + signum
@@ -436,25 +451,24 @@ def test_the_second_signal_is_not_caught() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_closed_pipe_ends_quietly(tiny: Path) -> None:
-    process = started("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
+def test_a_closed_pipe_ends_quietly(start: Start, tiny: Path) -> None:
+    process = start("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
     assert process.stdout is not None
     assert process.stderr is not None
     os.read(process.stdout.fileno(), 1)
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(60) == 141
+    assert process.wait(HANGS_S) == 141
     assert err.splitlines()[-1].startswith(b"memory")
-    process.stderr.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("what", [["--help"], ["run", "--help"], ["run"], ["run", "--json"]])
-def test_a_full_disk_is_said_in_one_line(tiny: Path, what: list[str]) -> None:
+def test_a_full_disk_is_said_in_one_line(start: Start, tiny: Path, what: list[str]) -> None:
     line = what if "--help" in what else [*what, *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 2]
     with open("/dev/full", "wb") as full:
-        process = started(*line, stdout=full)
-    _, err = process.communicate(timeout=60)
+        process = start(*line, stdout=full)
+    _, err = process.communicate(timeout=HANGS_S)
     assert process.returncode == 4
     assert err.splitlines()[-1] == b"error: cannot write to standard output: No space left on device"
     assert b"Traceback" not in err
@@ -516,10 +530,10 @@ def conversation(engine: Engine, max_new: int = 100) -> Conversation:
     return Conversation(engine.session(), engine.tokenizer, None, "max", max_new, False)
 
 
-def test_every_line_of_a_pipe_is_a_message() -> None:
+def test_every_line_of_a_pipe_is_a_message(start: Start) -> None:
     lines = "What is the capital of France?\n\n/reset\n/what\nWhat is the capital of Japan?\n/exit\nnever read\n"
-    process = started("chat", stdin=subprocess.PIPE)
-    out, err = process.communicate(lines.encode(), timeout=120)
+    process = start("chat", stdin=subprocess.PIPE)
+    out, err = process.communicate(lines.encode(), timeout=HANGS_S)
     assert process.returncode == 0
     answers = out.decode().splitlines()
     assert len(answers) == 2
@@ -570,9 +584,9 @@ def test_a_message_nobody_answered_is_no_history(engine: Engine, monkeypatch: py
     assert "Paris" in talk.messages[-1]["content"]
 
 
-def test_a_bad_line_ends_a_piped_conversation(tiny: Path) -> None:
-    process = started("chat", *on(tiny), "--max-new", 1, stdin=subprocess.PIPE)
-    _, err = process.communicate(b"na\xefve\n", timeout=60)
+def test_a_bad_line_ends_a_piped_conversation(start: Start, tiny: Path) -> None:
+    process = start("chat", *on(tiny), "--max-new", 1, stdin=subprocess.PIPE)
+    _, err = process.communicate(b"na\xefve\n", timeout=HANGS_S)
     assert process.returncode == 2
     assert b"Traceback" not in err
 
@@ -591,7 +605,7 @@ def terminal() -> Iterator[tuple[int, int]]:
     os.close(ours)
 
 
-def read_until(fd: int, marker: bytes, seconds: float = 60) -> bytes:
+def read_until(fd: int, marker: bytes, seconds: float = HANGS_S) -> bytes:
     """What appears on the terminal, up to the marker."""
     shown, until = b"", time.monotonic() + seconds
     while marker not in shown:
@@ -600,9 +614,9 @@ def read_until(fd: int, marker: bytes, seconds: float = 60) -> bytes:
     return shown
 
 
-def test_chat_at_a_terminal(embedded: Path, terminal: tuple[int, int]) -> None:
+def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, int]) -> None:
     ours, theirs = terminal
-    process = started(
+    process = start(
         "chat", stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env={**os.environ, "TERM": "xterm"}
     )
     os.close(theirs)
@@ -612,4 +626,4 @@ def test_chat_at_a_terminal(embedded: Path, terminal: tuple[int, int]) -> None:
     os.write(ours, b"What is the capital of France?\n")
     assert b"Paris" in read_until(ours, b"Paris")
     os.write(ours, b"/exit\n")
-    assert process.wait(60) == 0
+    assert process.wait(HANGS_S) == 0

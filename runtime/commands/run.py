@@ -66,7 +66,7 @@ def run(loading: Loading, request: Request) -> None:
         room = context - len(prompt) + 1
         if request.max_new > room:
             say(
-                f"note     the context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}"
+                f"note     a context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}"
             )
 
     with Interrupts() as stop:
