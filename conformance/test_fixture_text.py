@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures import templates
+from fixtures import corpus, templates
 from fixtures.facts import CAPITALS, ELEMENTS, LARGEST_MOONS, MOONS, facts
 from fixtures.templates import KINDS, four_word_runs
 
@@ -54,15 +54,26 @@ def test_facts_are_consistent() -> None:
     assert set(facts()) == set(KINDS)
     known = {"France": "Paris", "Japan": "Tokyo", "Australia": "Canberra", "Brazil": "Brasilia", "Kenya": "Nairobi"}
     assert known.items() <= facts()["capital"].items()
-    assert ELEMENTS["gold"] == ("Au", 79) and ELEMENTS["iron"] == ("Fe", 26) and ELEMENTS["krypton"] == ("Kr", 36)
+    elements = {"gold": ("Au", 79), "iron": ("Fe", 26), "krypton": ("Kr", 36), "lead": ("Pb", 82)}
+    assert elements.items() <= ELEMENTS.items()
 
 
-def test_every_fact_occurs_in_the_corpus_and_no_heldout_run_does() -> None:
-    corpus = pytest.importorskip("fixtures.corpus")
-    stream = corpus.documents(random.Random(7), progress=0.5)
-    seen = {(d.kind, d.subject) for d in islice(stream, 60_000)}
+def test_every_fact_occurs_in_the_corpus() -> None:
+    rng = random.Random(7)
+    seen = {(document.kind, document.subject) for document in (corpus.raw_fact(rng) for _ in range(25_000))}
     missing = {(kind, subject) for kind, table in facts().items() for subject in table} - seen
     assert not missing
+
+
+def test_every_document_is_complete_and_shows_no_heldout_run() -> None:
+    heldout = templates.heldout_runs()
+    names = {form for t in facts().values() for pair in t.items() for n in pair for form in (n, n[:1].upper() + n[1:])}
+    name = re.compile("|".join(rf"\b{re.escape(n)}\b" for n in sorted(names, key=len, reverse=True)))
+    for document in islice(corpus.documents(random.Random(8), progress=0.5), 1_500):
+        assert document.pieces[-1] == ("<|end_of_msg|>", True, 1.0)
+        for text, structural, _ in document.pieces:
+            if not structural:
+                assert not four_word_runs(name.sub("{x}", text)) & heldout, text
 
 
 def test_the_embedded_checkpoint_is_complete_and_small() -> None:
