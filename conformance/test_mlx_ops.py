@@ -264,9 +264,7 @@ def attention_by_hand(q: F64, latent: F64, key: F64, kv_b: F64, scale: float) ->
 
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 2 * RANK * (NOPE + VALUE), 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_latent_attention(
-    ops: Any, rng: np.random.Generator, monkeypatch: Any, tile_bytes: int, tokens: int
-) -> None:
+def test_latent_attention(ops: Any, rng: np.random.Generator, monkeypatch: Any, tile_bytes: int, tokens: int) -> None:
     monkeypatch.setattr(backend, "TILE_BYTES", tile_bytes)
     past = 5
     latent, key = normal(rng, past + tokens, RANK), normal(rng, past + tokens, ROPE)

@@ -181,9 +181,7 @@ class MlxOps:
             return mx.exp(-rate * mx.logaddexp(u, mx.array(0.0)))
         return mx.exp(lower_bound * mx.sigmoid(rate * u))
 
-    def delta_rule(
-        self, q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array
-    ) -> tuple[Array, Array]:
+    def delta_rule(self, q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array) -> tuple[Array, Array]:
         """Row vectors against the state, [n, 1, D] @ [n, D, D], one token after the other."""
         q, k, v = q[:, :, None, :], k[:, :, None, :], v[:, :, None, :]
         outputs = []
@@ -201,9 +199,7 @@ class MlxOps:
     def latent_cache(self, capacity: int, rank: int, rope: int) -> MlxLatentCache:
         return MlxLatentCache(capacity, rank, rope)
 
-    def latent_attention(
-        self, q: Array, cache: Any, kv_b: Weight, rank: int, rope: int, scale: float
-    ) -> Array:
+    def latent_attention(self, q: Array, cache: Any, kv_b: Weight, rank: int, rope: int, scale: float) -> Array:
         """In tiles of rows and heads, so that neither kv_b in float32 nor the scores pass TILE_BYTES by much."""
         tokens, n, width = q.shape
         nope, present = width - rope, cache.length + tokens
