@@ -1,0 +1,283 @@
+"""The `cpu` backend: float32 NumPy arrays, Numba kernels, the weights exactly as released.
+
+Results are the same bits for any number of rows and threads and on every CPU; `kernels` says how. This file checks
+nothing about numbers: it allocates results, decides how many threads a call is worth, and calls one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint.mxfp4 import PackedExpert, check_scales
+from runtime.errors import UsageError
+from runtime.ops.kernels import attention, jit, matrices, rows
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+L2_EPS = 1e-6
+"""Inside the root of `l2_norm`; specification 3.3."""
+
+WORTH_A_THREAD = 2 << 20
+"""Bytes of weights, counted more often for many rows, from which a call is split: some 100 µs of work per part."""
+
+
+def _place(array: npt.NDArray[Any]) -> int:
+    """The address of the first element; three times quicker than `array.ctypes.data`."""
+    return int(array.__array_interface__["data"][0])
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A trunk matrix [out, in], bf16 as uint16 or float32, where it was given."""
+
+    array: npt.NDArray[Any]
+    place: int
+    bf16: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """A packed expert where it was given, and the addresses of its parts."""
+
+    packed: PackedExpert
+    up_places: npt.NDArray[np.intp]
+    down: int
+    down_scale: int
+    width: int
+    edge: bool
+
+
+class SplitCache:
+    """MLA's cache of one layer: rows of latent and key in split layout, grown as positions come."""
+
+    def __init__(self, capacity: int, rank: int, rope: int) -> None:
+        self.length, self.capacity = 0, capacity
+        self._width = sum((n + 31) // 32 * 32 for n in (rank, rope))
+        self.entries: Floats = np.empty((0, self._width), np.float32)
+
+    def append(self, latent: Floats, key: Floats) -> int:
+        """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
+        end = self.length + len(latent)
+        if end > self.capacity:
+            raise UsageError(
+                f"{end} positions wanted, the context holds {self.capacity}: ask for a longer one with --context"
+            )
+        if end > len(self.entries):
+            grown = np.empty((min(self.capacity, max(end, 2 * len(self.entries), 64)), self._width), np.float32)
+            grown[: self.length] = self.entries[: self.length]
+            self.entries = grown
+        attention.append(latent, key, self.entries, self.length)
+        return end
+
+
+class CpuOps:
+    """`runtime.ops.Ops` over NumPy and Numba. One object may be used by one thread at a time."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int = 1) -> None:
+        """Compiles the kernels (first time) or loads them. `threads` counts the calling one."""
+        if threads < 1:
+            raise UsageError(f"{threads} threads wanted: there must be at least one")
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads - 1, "ops") if threads > 1 else None
+        self.warm_up()
+
+    @staticmethod
+    def warm_up(report: jit.Report | None = None) -> None:
+        """Have every kernel ready. `report(ready, all)` is called as they come: the first time takes long."""
+        jit.build(report)
+
+    def _split(self, work_bytes: int, count: int, step: int, part: Callable[[int, int], None]) -> None:
+        """part(first, last) over 0 .. count, cut at multiples of `step`, on as many threads as the work is worth."""
+        parts = min(self.threads, 1 + work_bytes // WORTH_A_THREAD, -(-count // step))
+        if parts == 1 or self._pool is None:
+            part(0, count)
+            return
+        cuts = [min(count, -(-count * i // (parts * step)) * step) for i in range(parts + 1)]
+        others = [self._pool.submit(part, first, last) for first, last in pairwise(cuts[1:])]
+        part(cuts[0], cuts[1])
+        for other in others:
+            other.result()
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def matrix(self, weight: npt.NDArray[Any]) -> Matrix:
+        """A bf16 matrix is used where it lies, no copy; anything else than uint16 is taken as float32."""
+        bf16 = weight.dtype == np.uint16
+        array = np.ascontiguousarray(weight, None if bf16 else np.float32)
+        return Matrix(array, _place(array), bf16)
+
+    def vector(self, weight: npt.NDArray[Any]) -> Floats:
+        """Widened exactly."""
+        if weight.dtype == np.uint16:
+            return (weight.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.array(weight, np.float32, order="C")
+
+    def expert(self, packed: PackedExpert) -> Expert:
+        """Used where it lies. Scale bytes outside 2 to 252 choose a slow exact path; 255 is a CheckpointError."""
+        packed = PackedExpert(*(np.ascontiguousarray(part) for part in packed))
+        w1, s1, w2, s2, w3, s3 = (_place(part) for part in packed)
+        scales = (packed.w1_scale, packed.w2_scale, packed.w3_scale)
+        spans = np.array([s1, scales[0].size, s2, scales[1].size, s3, scales[2].size], np.intp)
+        edge = bool(matrices.has_edge_scales(spans))
+        if edge:
+            for name, scale in zip(("w1", "w2", "w3"), scales, strict=True):
+                check_scales(scale, f"{name}.weight_scale")
+        return Expert(packed, np.array([w1, s1, w3, s3], np.intp), w2, s2, len(packed.w1_packed), edge)
+
+    # -- rows -------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Matrix, ids: npt.NDArray[np.int64]) -> Floats:
+        return self.vector(table.array[ids])
+
+    def linear(self, x: Floats, weight: Matrix) -> Floats:
+        count, columns = weight.array.shape
+        if columns != x.shape[1]:
+            raise ValueError(f"{x.shape[1]} channels into a matrix of {columns} columns")
+        out = np.empty((len(x), count), np.float32)
+        call = matrices.linear_bf16 if weight.bf16 else matrices.linear_f32
+        work = weight.array.nbytes * (1 + len(x) // 4)
+        self._split(work, count, 8, lambda first, last: call(x, weight.place, out, first, last))
+        return out
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        out = np.empty_like(x)
+        n = x.shape[-1]
+        rows.rms_norm(x.reshape(-1, n), weight, eps, out.reshape(-1, n))
+        return out
+
+    def attn_res(self, sources: Sequence[Floats], norm: Floats, proj: Floats, eps: float) -> Floats:
+        out = np.empty_like(sources[0])
+        places = np.array([_place(source) for source in sources], np.intp)
+        rows.attn_res(places, norm.reshape(-1), proj.reshape(-1), eps, out)
+        return out
+
+    def add(self, a: Floats, b: Floats) -> Floats:
+        return np.add(a, b)
+
+    def gate(self, x: Floats, g: Floats) -> Floats:
+        out = np.empty_like(x)
+        rows.gate(x.reshape(-1), g.reshape(-1), out.reshape(-1))
+        return out
+
+    def sigmoid(self, x: Floats) -> Floats:
+        out = np.empty_like(x)
+        rows.sigmoid(x.reshape(-1), out.reshape(-1))
+        return out
+
+    def situ(self, g: Floats, u: Floats, beta: float, linear_beta: float | None) -> Floats:
+        out = np.empty_like(g)
+        rows.situ(g.reshape(-1), u.reshape(-1), beta, linear_beta or 0.0, out.reshape(-1))
+        return out
+
+    def heads(self, x: Floats, n: int) -> Floats:
+        return x.reshape(len(x), n, -1)
+
+    def merge_heads(self, x: Floats) -> Floats:
+        return x.reshape(len(x), -1)
+
+    def columns(self, x: Floats, start: int, stop: int) -> Floats:
+        return np.ascontiguousarray(x[:, start:stop])
+
+    def rows(self, x: Floats, index: npt.NDArray[np.int64]) -> Floats:
+        return x[index]
+
+    # -- KDA ----------------------------------------------------------------------------------------------------
+
+    def zeros(self, *shape: int) -> Floats:
+        return np.zeros(shape, np.float32)
+
+    def short_conv(self, u: Floats, weight: Floats, history: Floats) -> tuple[Floats, Floats]:
+        out, new_history = np.empty_like(u), np.empty_like(history)
+        rows.short_conv(u, weight, history, out, new_history)
+        return out, new_history
+
+    def l2_norm(self, x: Floats, scale: float) -> Floats:
+        out = np.empty_like(x)
+        n = x.shape[-1]
+        rows.l2_norm(x.reshape(-1, n), L2_EPS, scale, out.reshape(-1, n))
+        return out
+
+    def decay(self, u: Floats, a_log: Floats, lower_bound: float | None) -> Floats:
+        out = np.empty_like(u)
+        rows.decay(u, a_log, lower_bound is not None, lower_bound or 0.0, out)
+        return out
+
+    def delta_rule(
+        self, q: Floats, k: Floats, v: Floats, alpha: Floats, beta: Floats, state: Floats
+    ) -> tuple[Floats, Floats]:
+        out, new_state = np.empty_like(v), np.empty_like(state)
+
+        def part(first: int, last: int) -> None:
+            attention.delta_rule(q, k, v, alpha, beta, state, out, new_state, first, last)
+
+        self._split(state.nbytes * (1 + len(q)), len(state), 1, part)
+        return out, new_state
+
+    # -- MLA ------------------------------------------------------------------------------------------------
+
+    def latent_cache(self, capacity: int, rank: int, rope: int) -> SplitCache:
+        return SplitCache(capacity, rank, rope)
+
+    def latent_attention(
+        self, q: Floats, cache: SplitCache, kv_b: Matrix, rank: int, rope: int, scale: float
+    ) -> Floats:
+        tokens, heads, width = q.shape
+        out = np.empty((tokens, heads, len(kv_b.array) // heads - (width - rope)), np.float32)
+        entries, length = cache.entries, cache.length
+
+        def part(first: int, last: int) -> None:
+            attention.latent_attention(q, entries, length, kv_b.place, kv_b.bf16, rank, rope, scale, out, first, last)
+
+        work = tokens * (kv_b.array.nbytes + heads * (length + tokens) * (rank + rope))
+        self._split(work, heads, 1, part)
+        return out
+
+    # -- LatentMoE --------------------------------------------------------------------------------------------
+
+    def route(
+        self, logits: Floats, bias: Floats, k: int, renormalize: bool, scaling: float
+    ) -> tuple[npt.NDArray[np.int64], Floats]:
+        ids, weights = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
+        rows.route(logits, bias, renormalize, scaling, ids, weights)
+        return ids, weights
+
+    def expert_mlp(self, z: Floats, expert: Expert, beta: float, linear_beta: float | None) -> Floats:
+        hidden, out = np.empty((len(z), expert.width), np.float32), np.empty_like(z)
+        squash = linear_beta or 0.0
+
+        def up(first: int, last: int) -> None:
+            matrices.expert_up(z, expert.up_places, expert.edge, beta, squash, hidden, first, last)
+
+        def down(first: int, last: int) -> None:
+            matrices.expert_down(hidden, expert.down, expert.down_scale, expert.edge, out, first, last)
+
+        work = expert.packed.w2_packed.nbytes * (2 + len(z))
+        self._split(2 * work, expert.width, 16, up)
+        self._split(work, z.shape[1], 16, down)
+        return out
+
+    def combine(self, outputs: Mapping[int, Floats], ids: npt.NDArray[np.int64], weights: Floats) -> Floats:
+        next_row = {expert: _place(rows_of_expert) for expert, rows_of_expert in outputs.items()}
+        n = next(iter(outputs.values())).shape[1]
+        places = np.empty(ids.shape, np.intp)
+        for t, chosen in enumerate(ids.tolist()):
+            for j, expert in enumerate(chosen):
+                places[t, j] = next_row[expert]
+                next_row[expert] += 4 * n
+        out = np.empty((len(ids), n), np.float32)
+        rows.weighted_sum(places, weights, out)
+        return out
+
+    # -- out --------------------------------------------------------------------------------------------------
+
+    def numpy(self, x: Floats) -> Floats:
+        return x

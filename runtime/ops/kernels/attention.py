@@ -1,0 +1,171 @@
+"""The two attentions: the gated delta rule (KDA) and latent attention in the absorbed form (MLA), head by head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from runtime.ops.kernels.elementary import exp
+from runtime.ops.kernels.formats import BF16, F32, SPLIT
+from runtime.ops.kernels.jit import inline, kernel
+from runtime.ops.kernels.lanes import address, fma, get, hold, lanes, load, store, total
+from runtime.ops.kernels.matrices import bf16_matrix, f32_matrix, padded, split_matrix
+from runtime.ops.kernels.rows import zero
+from runtime.ops.kernels.tiles import mix_tile, unpack_row
+
+SCORES_AT_ONCE = 1 << 22
+"""Bound on the scores held by one call: 16 MiB, whatever the context."""
+POSITIONS_AT_ONCE = 64
+"""Cache rows that several heads read before the next ones are fetched."""
+
+
+@kernel(
+    "void(float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], float32[:,::1],"
+    " float32[:,:,::1], float32[:,:,::1], float32[:,:,::1], intp, intp)"
+)
+def delta_rule(
+    q: Any, k: Any, v: Any, alpha: Any, beta: Any, state: Any, out: Any, new_state: Any, first: int, last: int
+) -> None:
+    """S ← diag(α) S; u = Sᵀk; S ← S + k ⊗ β(v − u); o = Sᵀq for heads first to last, all tokens.
+
+    A column of S never meets another one: sixteen of them take all tokens before the next sixteen are touched.
+    Sums run over the key channel in order.
+    """
+    tokens, heads, n = q.shape
+    columns = np.empty((n, 16), np.float32)
+    s = address(columns)
+    for h in range(first, last):
+        for c in range(0, n, 16):
+            matrix = 4 * ((h * n) * n + c)
+            for d in range(n):
+                store(s + 64 * d, 16, load(address(state) + matrix + 4 * d * n, n - c))
+            for t in range(tokens):
+                row = 4 * (t * heads + h) * n
+                decay, key, query = address(alpha) + row, address(k) + row, address(q) + row
+                u = zero()
+                for d in range(n):
+                    u = fma(load(s + 64 * d, 16) * get(decay + 4 * d), get(key + 4 * d), u)
+                change = (load(address(v) + row + 4 * c, n - c) - u) * beta[t, h]
+                o = zero()
+                for d in range(n):
+                    changed = fma(change, get(key + 4 * d), load(s + 64 * d, 16) * get(decay + 4 * d))
+                    store(s + 64 * d, 16, changed)
+                    o = fma(changed, get(query + 4 * d), o)
+                store(address(out) + row + 4 * c, n - c, o)
+            for d in range(n):
+                store(address(new_state) + matrix + 4 * d * n, n - c, load(s + 64 * d, 16))
+    hold(columns)
+
+
+@kernel("void(float32[:,::1], float32[:,::1], float32[:,::1], intp)")
+def append(latent: Any, key: Any, entries: Any, first: int) -> None:
+    """Write cache rows from `first` on: the latent, then the key, each in split layout."""
+    rank, rope = latent.shape[1], key.shape[1]
+    for t in range(latent.shape[0]):
+        to = address(entries) + 4 * (first + t) * entries.shape[1]
+        unpack_row(F32, address(latent) + 4 * t * rank, 0, rank, to)
+        unpack_row(F32, address(key) + 4 * t * rope, 0, rope, to + 4 * padded(rank))
+
+
+@inline
+def absorb(q: int, kv_b: int, bf16: bool, nope: int, rank: int, out: int) -> None:
+    """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, split layout."""
+    size = 2 if bf16 else 4
+    for b in range(0, rank, 32):
+        to = out + 4 * b
+        store(to, 16, zero())
+        store(to + 64, 16, zero())
+        if bf16:
+            mix_tile(BF16, 1, kv_b + size * b, size * rank, rank - b, nope, q, 0, to, 0)
+        else:
+            mix_tile(F32, 1, kv_b + size * b, size * rank, rank - b, nope, q, 0, to, 0)
+
+
+@inline
+def softmax(scores: int, n: int, scale: float) -> Any:
+    """Replace n scores by exp(scale · score − max); returns their sum, by 16 lanes of the position."""
+    for i in range(n, (n + 15) // 16 * 16):
+        store(scores + 4 * i, 1, lanes(np.float32(-np.inf)))
+    largest = np.float32(-np.inf)
+    for i in range(n):
+        largest = max(largest, get(scores + 4 * i))
+    peak = lanes(largest) * scale
+    acc = zero()
+    for i in range(0, n, 16):
+        e = exp(load(scores + 4 * i, 16) * scale - peak)
+        store(scores + 4 * i, 16, e)
+        acc = acc + e
+    return total(acc)
+
+
+@inline
+def mix_latents(entries: int, width: int, rank: int, n: int, scores: int, step: int, heads: int, out: int) -> None:
+    """out[h] = Σ_p scores[h, p] · latent_p, p after p, in split layout."""
+    row, wide = 4 * width, 4 * padded(rank)
+    for i in range(0, heads * padded(rank), 16):
+        store(out + 4 * i, 16, zero())
+    for p in range(0, n, POSITIONS_AT_ONCE):
+        count = min(POSITIONS_AT_ONCE, n - p)
+        for b in range(0, padded(rank), 32):
+            block = entries + row * p + 4 * b
+            h = 0
+            while h + 4 <= heads:
+                at = scores + h * step + 4 * p
+                mix_tile(SPLIT, 4, block, row, 32, count, at, step, out + h * wide + 4 * b, wide)
+                h += 4
+            while h < heads:
+                at = scores + h * step + 4 * p
+                mix_tile(SPLIT, 1, block, row, 32, count, at, step, out + h * wide + 4 * b, wide)
+                h += 1
+
+
+@kernel(
+    "void(float32[:,:,::1], float32[:,::1], intp, intp, boolean, intp, intp, float64, float32[:,:,::1], intp, intp)"
+)
+def latent_attention(
+    q: Any, entries: Any, length: int, kv_b: int, bf16: bool, rank: int, rope: int, scale: float, out: Any,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """out[t, h] = W_v softmax(scale · (q W_k · latent + q_rope · key)) latent for heads first to last.
+
+    Row t sees `length` + t + 1 cache rows. W_k and W_v: per head nope key rows, then v value rows of kv_b [.., rank].
+    """
+    tokens, heads, n_q = q.shape
+    nope, n_v, width = n_q - rope, out.shape[2], entries.shape[1]
+    head_bytes = (2 if bf16 else 4) * rank * (nope + n_v)
+    wide = padded(rank)
+    longest = (length + tokens + 15) // 16 * 16
+    chunk = min(last - first, max(4, SCORES_AT_ONCE // longest))
+    queries = np.zeros((chunk, width), np.float32)
+    mixed = np.empty((chunk, wide), np.float32)
+    scores = np.empty((chunk, longest), np.float32)
+    sums = np.empty(chunk, np.float32)
+    for t in range(tokens):
+        n = length + t + 1
+        for start in range(first, last, chunk):
+            here = min(chunk, last - start)
+            for h in range(here):
+                at = address(q) + 4 * (t * heads + start + h) * n_q
+                to = address(queries) + 4 * h * width
+                absorb(at, kv_b + (start + h) * head_bytes, bf16, nope, rank, to)
+                unpack_row(F32, at + 4 * nope, 0, rope, to + 4 * wide)
+            split_matrix(
+                address(entries), n, width, address(queries), here, address(scores), 4 * longest
+            )  # [h, position]
+            for h in range(here):
+                sums[h] = softmax(address(scores) + 4 * h * longest, n, scale)
+            mix_latents(address(entries), width, rank, n, address(scores), 4 * longest, here, address(mixed))
+            for h in range(here):
+                c = address(mixed) + 4 * h * wide
+                for i in range(0, wide, 16):
+                    store(c + 4 * i, 16, load(c + 4 * i, 16) / sums[h])
+                values = kv_b + (start + h) * head_bytes + (2 if bf16 else 4) * rank * nope
+                to = address(out) + 4 * (t * heads + start + h) * n_v
+                if bf16:
+                    bf16_matrix(values, 2 * rank, 0, n_v, rank, c, 1, to, 0)
+                else:
+                    f32_matrix(values, 4 * rank, 0, n_v, rank, c, 1, to, 0)
+    hold(queries)
+    hold(mixed)
+    hold(scores)

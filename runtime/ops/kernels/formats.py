@@ -1,0 +1,194 @@
+"""How 32 columns of a weight row become two vectors: the 16 even columns and the 16 odd ones.
+
+One order serves every matrix. Columns come in blocks of 32; lane l of a block holds column 2l in the even vector and
+2l + 1 in the odd one. That is how MXFP4 nibbles and pairs of bf16 lie in memory, so decoding needs no shuffle. A row
+decoded so, block after block and zeros behind its end, is in *split layout*; activations are put into it once per call.
+
+This file knows formats, never sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from llvmlite import ir
+
+from runtime.ops.kernels.jit import VECTORS
+from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, read, read_some, splat
+
+BF16, F32, SPLIT, MXFP4, MXFP4_EDGE = range(5)
+"""bf16 and float32 as released; float32 in split layout; MXFP4 with scale bytes 2 to 252; MXFP4 with any."""
+
+BLOCK = 32
+_BYTES = ir.VectorType(ir.IntType(8), 16)
+_FLOATS32 = ir.VectorType(ir.FloatType(), BLOCK)
+_BIT = ir.IntType(32)
+
+Pair = tuple[ir.Value, ir.Value]
+
+
+class Format(Protocol):
+    """Decode one block. `row` and `scale` are addresses of a row and of its scales, `block` counts from its start."""
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair: ...
+
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+        """The last `columns` < 32 columns, zeros behind."""
+        ...
+
+
+def _offset(builder: ir.IRBuilder, base: ir.Value, count: ir.Value, size: int) -> ir.Value:
+    return builder.add(base, builder.mul(count, count.type(size)))
+
+
+def _floats(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    return builder.bitcast(bits, F32X16)
+
+
+class _Bf16:
+    def _widen(self, builder: ir.IRBuilder, pairs: ir.Value) -> Pair:
+        even = builder.shl(pairs, constant(_BIT, 16))
+        odd = builder.and_(pairs, constant(_BIT, 0xFFFF0000))
+        return _floats(builder, even), _floats(builder, odd)
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        return self._widen(builder, read(builder, _offset(builder, row, block, 64), I32X16))
+
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+        n_bytes = builder.mul(columns, columns.type(2))
+        return self._widen(builder, read_some(builder, _offset(builder, row, block, 64), I32X16, n_bytes))
+
+
+class _F32:
+    def _split(self, builder: ir.IRBuilder, both: ir.Value) -> Pair:
+        even, odd = (
+            builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(_BIT, 16), list(range(first, BLOCK, 2))))
+            for first in (0, 1)
+        )
+        return even, odd
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        return self._split(builder, read(builder, _offset(builder, row, block, 128), _FLOATS32))
+
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+        n_bytes = builder.mul(columns, columns.type(4))
+        return self._split(builder, read_some(builder, _offset(builder, row, block, 128), _FLOATS32, n_bytes))
+
+
+class WholeBlocks:
+    """A format whose rows are whole blocks."""
+
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+        raise NotImplementedError
+
+
+class _Split(WholeBlocks):
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        at = _offset(builder, row, block, 128)
+        return read(builder, at, F32X16), read(builder, builder.add(at, at.type(64)), F32X16)
+
+
+def _codes(builder: ir.IRBuilder, row: ir.Value, block: ir.Value) -> Pair:
+    """The even codes and the odd codes of a block, in the low four bits; the even ones with rubbish above."""
+    codes = builder.zext(read(builder, _offset(builder, row, block, 16), _BYTES), I32X16)
+    return codes, builder.lshr(codes, constant(_BIT, 4))
+
+
+def _scale_byte(builder: ir.IRBuilder, scale: ir.Value, block: ir.Value) -> ir.Value:
+    return builder.zext(read(builder, builder.add(scale, block), ir.IntType(8)), _BIT)
+
+
+def _power_of_two(builder: ir.IRBuilder, byte: ir.Value) -> ir.Value:
+    """2^(byte − 127) in every lane, for bytes 1 to 254."""
+    return _floats(builder, splat(builder, builder.shl(byte, _BIT(23))))
+
+
+def _sign(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    return builder.shl(builder.and_(codes, constant(_BIT, 8)), constant(_BIT, 28))
+
+
+def _select(builder: ir.IRBuilder, codes: ir.Value, half_scale: ir.Value) -> ir.Value:
+    """E2M1 by arithmetic on the bits; `half_scale` is the bits of scale / 2.
+
+    Exponent and mantissa of a code, at their place in a float, add to those bits; 0.5 and 0 are the exceptions.
+    """
+    number = builder.shl(builder.and_(codes, constant(_BIT, 7)), constant(_BIT, 22))
+    value = builder.add(number, half_scale)
+    value = builder.select(builder.icmp_unsigned("==", number, constant(_BIT, 1 << 22)), half_scale, value)
+    value = builder.select(builder.icmp_unsigned("==", number, constant(_BIT, 0)), number, value)
+    return _floats(builder, builder.or_(value, _sign(builder, codes)))
+
+
+class _Mxfp4Portable(WholeBlocks):
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        byte = _scale_byte(builder, scale, block)
+        half_scale = splat(builder, builder.shl(builder.sub(byte, _BIT(1)), _BIT(23)))
+        even, odd = _codes(builder, row, block)
+        return _select(builder, even, half_scale), _select(builder, odd, half_scale)
+
+
+class _Mxfp4Avx512(WholeBlocks):
+    """`vpermps` looks all 16 values up; the product with a power of two is exact."""
+
+    _TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        unit = _power_of_two(builder, _scale_byte(builder, scale, block))
+        table = builder.fmul(ir.Constant(F32X16, list(self._TABLE)), unit)
+        even, odd = (
+            call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, table, codes)
+            for codes in _codes(builder, row, block)
+        )
+        return even, odd
+
+
+class _Mxfp4Avx2(WholeBlocks):
+    """`vpermps` of eight lanes looks the magnitude up by the low three bits; the sign is set beside it."""
+
+    _HALF = ir.VectorType(ir.FloatType(), 8)
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        unit = _power_of_two(builder, _scale_byte(builder, scale, block))
+        table = builder.fmul(ir.Constant(F32X16, list(_Mxfp4Avx512._TABLE[:8]) * 2), unit)
+        table = self._part(builder, table, 0)
+        even, odd = (self._look_up(builder, table, codes) for codes in _codes(builder, row, block))
+        return even, odd
+
+    def _part(self, builder: ir.IRBuilder, vector: ir.Value, first: int) -> ir.Value:
+        mask = ir.Constant(ir.VectorType(_BIT, 8), list(range(first, first + 8)))
+        return builder.shuffle_vector(vector, vector, mask)
+
+    def _look_up(self, builder: ir.IRBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
+        low, high = (
+            call(builder, "llvm.x86.avx2.permps", self._HALF, table, self._part(builder, codes, first))
+            for first in (0, 8)
+        )
+        mask = ir.Constant(ir.VectorType(_BIT, 16), list(range(16)))
+        magnitude = builder.bitcast(builder.shuffle_vector(low, high, mask), I32X16)
+        return _floats(builder, builder.or_(magnitude, _sign(builder, codes)))
+
+
+class _Mxfp4Edge(WholeBlocks):
+    """Every scale byte but 255, exactly. Scale 0 is a subnormal; scales 253 and 254 would overflow with large codes,
+    so they are taken as 252 and the rest, 2 or 4, goes to the activation: see `activation_factor`."""
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        byte = _scale_byte(builder, scale, block)
+        byte = builder.select(builder.icmp_unsigned(">", byte, _BIT(252)), _BIT(252), byte)
+        smallest = builder.icmp_unsigned("==", byte, _BIT(0))
+        scale_bits = builder.select(smallest, _BIT(1 << 22), builder.shl(byte, _BIT(23)))
+        unit = _floats(builder, splat(builder, scale_bits))
+        half_of_one = constant(_BIT, 126 << 23)
+        even, odd = (builder.fmul(_select(builder, codes, half_of_one), unit) for codes in _codes(builder, row, block))
+        return even, odd
+
+    def activation_factor(self, builder: ir.IRBuilder, scale: ir.Value, block: ir.Value) -> ir.Value:
+        """1, or 2 and 4 for scale bytes 253 and 254."""
+        byte = _scale_byte(builder, scale, block)
+        excess = builder.select(builder.icmp_unsigned(">", byte, _BIT(252)), builder.sub(byte, _BIT(252)), _BIT(0))
+        return _power_of_two(builder, builder.add(excess, _BIT(127)))
+
+
+_MXFP4: dict[str, Any] = {"avx512": _Mxfp4Avx512, "avx2": _Mxfp4Avx2, "portable": _Mxfp4Portable}
+FORMATS: tuple[Format, ...] = (_Bf16(), _F32(), _Split(), _MXFP4[VECTORS](), _Mxfp4Edge())
+"""Indexed by the constants above."""

@@ -1,0 +1,135 @@
+"""How a kernel is compiled, kept on disk, and told which CPU it is for.
+
+This file knows about Numba and the CPU, never about arithmetic. A kernel has one declared signature; `build()`
+compiles them all or, from the second process on, loads them (`nogil`, no fast-math).
+
+Numba's own disk cache keeps one index per function and looks only at that function's file: after a change in a
+helper it would still find old code, and two processes for different CPUs that write at once can leave the code
+of one under the key of the other. Here every compiled kernel has a file of its own, named by all it depends on:
+signature, CPU, features, bytecode, the sources of this package, and the versions. It is written whole or not at all.
+"""
+
+# mypy: disallow-untyped-calls=False
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba.core.caching import FunctionCache
+from numba.core.registry import cpu_target
+
+Report = Callable[[int, int], None]
+"""Called as report(kernels ready, kernels in all)."""
+
+_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+_SOURCES.update(repr((numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)).encode())
+_KERNELS: list[tuple[Any, str]] = []
+
+
+class _KernelFiles:
+    """One file per compiled kernel, `NAME-KEY.nbc`; takes the place of Numba's index and data files."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self._directory, self._name = directory, name
+
+    def _path(self, key: object) -> str:
+        digest = hashlib.sha256(_SOURCES.digest() + repr(key).encode()).hexdigest()
+        return os.path.join(self._directory, f"{self._name}-{digest[:24]}.nbc")
+
+    def load(self, key: object) -> Any:
+        """What `save` kept under `key`, or None; a damaged file counts as none."""
+        try:
+            data = Path(self._path(key)).read_bytes()
+            if hashlib.sha256(data[32:]).digest() == data[:32]:
+                return pickle.loads(data[32:])
+        except OSError:
+            pass
+        return None
+
+    def save(self, key: object, data: object) -> None:
+        """Keep `data` under `key`. A full or read-only disk costs the next process time, nothing else."""
+        content = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
+        with contextlib.suppress(OSError):
+            handle, temporary = tempfile.mkstemp(dir=self._directory, prefix=self._name)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(content).digest() + content)
+                os.replace(temporary, self._path(key))
+            except OSError:
+                os.unlink(temporary)
+
+
+class _KernelCache(FunctionCache):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file: Any = _KernelFiles(self.cache_path, self._impl.filename_base)
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a compiled function with this one signature (Numba's notation)."""
+
+    def declare(function: Callable[..., Any]) -> Any:
+        dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+        with contextlib.suppress(RuntimeError):  # no directory that can be written: compile in every process
+            dispatcher._cache = _KernelCache(function)
+        _KERNELS.append((dispatcher, signature))
+        return dispatcher
+
+    return declare
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A helper of kernels, compiled into each of them."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+
+
+def build(report: Report | None = None) -> None:
+    """Compile or load every declared kernel. The first time takes a good part of a minute."""
+    for done, (dispatcher, signature) in enumerate(_KERNELS, 1):
+        if not dispatcher.signatures:
+            dispatcher.compile(signature)
+            dispatcher.disable_compile()
+        if report:
+            report(done, len(_KERNELS))
+
+
+def _probe() -> str:
+    """The assembly LLVM writes for a 16-lane fused multiply-add and integer add, for the CPU Numba compiles for."""
+    floats, integers = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
+    module = ir.Module()
+    module.triple = llvm.get_process_triple()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()] * 4), "probe")
+    builder = ir.IRBuilder(function.append_basic_block())
+    fused = ir.Function(module, ir.FunctionType(floats, [floats] * 3), "llvm.fma.v16f32")
+    places = [builder.bitcast(argument, floats.as_pointer()) for argument in function.args]
+    a, b, c, d = (builder.load(place) for place in places)
+    builder.store(builder.call(fused, [a, b, c]), places[0])
+    sum_of_bits = builder.add(builder.bitcast(c, integers), builder.bitcast(d, integers))
+    builder.store(builder.bitcast(sum_of_bits, floats), places[1])
+    builder.ret_void()
+    _, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu=cpu or "", features=features, opt=2)
+    return str(machine.emit_assembly(llvm.parse_assembly(str(module))))
+
+
+def _vectors() -> str:
+    """What decodes MXFP4 best: "avx512", "avx2", or "portable". NUMBA_CPU_NAME and _FEATURES can lower it."""
+    lines = _probe().splitlines()
+    for name, register in (("avx512", "%zmm"), ("avx2", "%ymm")):
+        if all(any(op in line and register in line for line in lines) for op in ("vfmadd", "vpaddd")):
+            return name
+    return "portable"
+
+
+VECTORS = _vectors()

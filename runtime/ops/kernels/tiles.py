@@ -1,0 +1,236 @@
+"""The two inner loops of all matrix work, written out for a tile of rows: dot products and weighted sums of rows.
+
+Every result has its own chain of fused multiply-adds in one order, so the size of the tile it was computed in, and
+with it the number of rows and threads, cannot change its bits.
+
+* dot: 16 lanes; per block of 32 columns the even columns, then the odd ones; then a fixed tree over the lanes.
+* mix: per column one chain over the rows, first row first.
+"""
+
+# mypy: disallow-untyped-calls=False
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic as numba_intrinsic
+
+from runtime.ops.kernels.formats import BLOCK, FORMATS, Format, WholeBlocks
+from runtime.ops.kernels.lanes import F32X16, call, fused, place, read, splat, tree_sum
+
+_INT = ir.IntType(64)
+_SPLIT_BLOCK_BYTES = 4 * BLOCK
+
+
+def _intrinsic(function: Any) -> Any:
+    return numba_intrinsic(prefer_literal=True)(function)
+
+
+def _literals(*kinds: Any) -> bool:
+    return all(isinstance(kind, types.IntegerLiteral) for kind in kinds)
+
+
+def _at(builder: ir.IRBuilder, base: ir.Value, count: ir.Value | int, size: ir.Value | int) -> ir.Value:
+    """base + count · size."""
+    count, size = (value if isinstance(value, ir.Value) else _INT(value) for value in (count, size))
+    return builder.add(base, builder.mul(count, size))
+
+
+def _zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
+    """Accumulators, which LLVM keeps in registers."""
+    sums = [cgutils.alloca_once(builder, F32X16) for _ in range(count)]
+    for place_of_sum in sums:
+        builder.store(ir.Constant(F32X16, None), place_of_sum)
+    return sums
+
+
+def _accumulate(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> None:
+    builder.store(fused(builder, a, b, builder.load(total)), total)
+
+
+@contextmanager
+def _blocks(builder: ir.IRBuilder, count: ir.Value) -> Iterator[ir.Value]:
+    with cgutils.for_range(builder, count) as loop:
+        yield loop.index
+
+
+def _x_pair(builder: ir.IRBuilder, row: ir.Value, block: ir.Value, parity: int) -> ir.Value:
+    return read(builder, builder.add(_at(builder, row, block, _SPLIT_BLOCK_BYTES), _INT(64 * parity)), F32X16)
+
+
+@_intrinsic
+def dot_tile(
+    typing: Any,
+    form: Any,
+    n: Any,
+    r: Any,
+    weight: Any,
+    stride: Any,
+    scale: Any,
+    columns: Any,
+    x: Any,
+    out: Any,
+    step: Any,
+) -> Any:
+    """n weight rows times r activation rows: out[r, n].
+
+    weight: address of the first row, the next one `stride` bytes behind; scale: address of its scales, one byte per
+    block. x: address of r rows in split layout. out: address, the next row of results `step` bytes behind.
+    """
+    if not _literals(form, n, r):
+        return None
+    decoder = FORMATS[form.literal_value]
+    rows, activations = n.literal_value, r.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        weight, stride, scale, columns, x, out, step = args[3:]
+        blocks = builder.sdiv(columns, _INT(BLOCK))
+        rest = builder.srem(columns, _INT(BLOCK))
+        padded = builder.sdiv(builder.add(columns, _INT(BLOCK - 1)), _INT(BLOCK))
+        w_rows = [_at(builder, weight, i, stride) for i in range(rows)]
+        scales = [_at(builder, scale, i, blocks) for i in range(rows)]
+        x_rows = [_at(builder, x, i, builder.mul(padded, _INT(_SPLIT_BLOCK_BYTES))) for i in range(activations)]
+        sums = _zeros(builder, rows * activations)
+
+        def multiply(pairs: list[Any], block: ir.Value) -> None:
+            factors = _factors(builder, decoder, scales, block)
+            for parity in (0, 1):
+                for j, x_row in enumerate(x_rows):
+                    value = _x_pair(builder, x_row, block, parity)
+                    for i, pair in enumerate(pairs):
+                        scaled = builder.fmul(value, factors[i]) if factors else value
+                        _accumulate(builder, sums[j * rows + i], pair[parity], scaled)
+
+        with _blocks(builder, blocks) as block:
+            multiply([decoder.block(builder, w_rows[i], scales[i], block) for i in range(rows)], block)
+        if not isinstance(decoder, WholeBlocks):
+            with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
+                multiply([decoder.tail(builder, row, blocks, rest) for row in w_rows], blocks)
+        for j in range(activations):
+            for i in range(rows):
+                result = tree_sum(builder, builder.load(sums[j * rows + i]))
+                where = builder.add(_at(builder, out, j, step), _INT(4 * i))
+                builder.store(result, place(builder, where, ir.FloatType()), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.void, form, n, r, *([types.intp] * 7)), codegen
+
+
+def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], block: ir.Value) -> list[ir.Value]:
+    factor = getattr(decoder, "activation_factor", None)
+    return [factor(builder, scale, block) for scale in scales] if factor else []
+
+
+@_intrinsic
+def unpack_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, out: Any) -> Any:
+    """Write one row in split layout, zeros up to a multiple of 32 columns."""
+    if not _literals(form):
+        return None
+    decoder = FORMATS[form.literal_value]
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        weight, scale, columns, out = args[1:]
+        blocks = builder.sdiv(columns, _INT(BLOCK))
+        rest = builder.srem(columns, _INT(BLOCK))
+
+        def write(pair: Any, block: ir.Value) -> None:
+            for parity in (0, 1):
+                where = builder.add(_at(builder, out, block, _SPLIT_BLOCK_BYTES), _INT(64 * parity))
+                builder.store(pair[parity], place(builder, where, F32X16), align=1)
+
+        with _blocks(builder, blocks) as block:
+            write(decoder.block(builder, weight, scale, block), block)
+        if not isinstance(decoder, WholeBlocks):
+            with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
+                write(decoder.tail(builder, weight, blocks, rest), blocks)
+        return context.get_dummy_value()
+
+    return signature(types.void, form, *([types.intp] * 4)), codegen
+
+
+@_intrinsic
+def mix_tile(
+    typing: Any, form: Any, m: Any, weight: Any, stride: Any, columns: Any, count: Any, a: Any, step: Any, sums: Any,
+    sums_step: Any,
+) -> Any:  # fmt: skip
+    """sums[m, :32] += Σ_p a[m, p] · row_p, row after row, for one block of columns, in split layout.
+
+    weight: address of the block in the first row, the next row `stride` bytes behind; `columns` of it are there, 32 or
+    fewer. a: address of float32, the next m `step` bytes behind, p adjacent. sums: address, the next m `sums_step`
+    bytes behind.
+    """
+    if not _literals(form, m):
+        return None
+    decoder = FORMATS[form.literal_value]
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        weight, stride, columns, count, a, step, out, out_step = args[2:]
+        targets = [
+            [builder.add(_at(builder, out, i, out_step), _INT(64 * parity)) for parity in (0, 1)]
+            for i in range(m.literal_value)
+        ]
+        sums = [[cgutils.alloca_once(builder, F32X16) for _ in pair] for pair in targets]
+        for i, pair in enumerate(targets):
+            for parity in (0, 1):
+                builder.store(read(builder, pair[parity], F32X16), sums[i][parity])
+
+        def mix(whole: bool) -> None:
+            with _blocks(builder, count) as p:
+                row = _at(builder, weight, p, stride)
+                if whole:
+                    pair = decoder.block(builder, row, _INT(0), _INT(0))
+                else:
+                    pair = decoder.tail(builder, row, _INT(0), columns)
+                for i, both in enumerate(sums):
+                    factor = read(builder, _at(builder, _at(builder, a, i, step), p, 4), ir.FloatType())
+                    for parity in (0, 1):
+                        _accumulate(builder, both[parity], splat(builder, factor), pair[parity])
+
+        if isinstance(decoder, WholeBlocks):
+            mix(True)
+        else:
+            with builder.if_else(builder.icmp_signed(">=", columns, _INT(BLOCK))) as (whole, part):
+                with whole:
+                    mix(True)
+                with part:
+                    mix(False)
+        for i, pair in enumerate(targets):
+            for parity in (0, 1):
+                builder.store(builder.load(sums[i][parity]), place(builder, pair[parity], F32X16), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.void, form, m, *([types.intp] * 8)), codegen
+
+
+@_intrinsic
+def largest_byte_less_two(typing: Any, start: Any, length: Any) -> Any:
+    """The largest (byte − 2) mod 256 in a span: above 250 when there is a scale byte outside 2 to 252."""
+    byte, wide = ir.IntType(8), ir.VectorType(ir.IntType(8), 64)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        start, length = args
+        largest = cgutils.alloca_once_value(builder, ir.Constant(wide, None))
+
+        def look(at: ir.Value) -> None:
+            bytes_less_two = builder.sub(read(builder, at, wide), ir.Constant(wide, [2] * 64))
+            known = builder.load(largest)
+            more = builder.icmp_unsigned(">", bytes_less_two, known)
+            builder.store(builder.select(more, bytes_less_two, known), largest)
+
+        with _blocks(builder, builder.sdiv(length, _INT(64))) as block:
+            look(_at(builder, start, block, 64))
+        with builder.if_then(builder.icmp_signed(">", builder.srem(length, _INT(64)), _INT(0))):
+            rest = builder.srem(length, _INT(64))
+            buffer = cgutils.alloca_once_value(builder, ir.Constant(wide, [2] * 64))
+            builder.store(ir.Constant(wide, [2] * 64), buffer)
+            source = place(builder, builder.sub(builder.add(start, length), rest), byte)
+            cgutils.raw_memcpy(builder, builder.bitcast(buffer, byte.as_pointer()), source, rest, 1)
+            look(builder.ptrtoint(buffer, _INT))
+        result = call(builder, "llvm.vector.reduce.umax.v64i8", byte, builder.load(largest))
+        return builder.zext(result, _INT)
+
+    return signature(types.intp, types.intp, types.intp), codegen
