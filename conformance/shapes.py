@@ -118,7 +118,7 @@ SEEDS = {
     "top-1": 2,
     "narrow-heads": 14,
     "every-layer-a-snapshot": 1,
-    "one-block": 0,
+    "one-block": 2,
     "smallest": 8,
     "faint": 9,
     "relative": 17,
