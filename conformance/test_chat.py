@@ -433,8 +433,10 @@ def test_nothing_a_user_writes_becomes_a_control_id(
 def refusal(messages: Any, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
         render(messages, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "\n" not in message
+    message.encode()  # it can be printed
+    return message
 
 
 @pytest.mark.parametrize(
@@ -457,17 +459,21 @@ def refusal(messages: Any, **options: Any) -> str:
         ({"role": "assistant", "reasoning": 5}, "messages[1].reasoning: wanted a string, found 5"),
         ({"role": "assistant", "reasoning_content": "\ud83d"}, "messages[1].reasoning_content: half a character"),
         ({"role": "assistant", "tool_calls": {}}, None),
-        ({"role": "assistant", "tool_calls": "x"}, "messages[1].tool_calls: wanted a list of tool calls, found 'x'"),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[1].tool_calls: wanted a list, found 'x'"),
         (assistant({"type": "custom"}), "messages[1].tool_calls[0].type: wanted function, found 'custom'"),
         (assistant({}), "messages[1].tool_calls[0].function: wanted an object, found nothing"),
         (assistant(call("", {})), "messages[1].tool_calls[0].function.name: wanted a string, found nothing"),
         (assistant(call("f", 5)), "messages[1].tool_calls[0].function.arguments: wanted a JSON object, found 5"),
         (assistant(call("f", "[1]")), "messages[1].tool_calls[0].function.arguments: wanted a JSON object, found [1]"),
-        (assistant(call("f", '{"a": "\\ud83d"}')), "messages[1].tool_calls[0].function.arguments.a: half a character"),
-        (assistant(call("f", {"a": {1}})), "messages[1].tool_calls[0].function.arguments.a: wanted a JSON value"),
+        (
+            assistant(call("f", '{"a": "\\ud83d"}')),
+            "messages[1].tool_calls[0].function.arguments['a']: half a character",
+        ),
+        (assistant(call("f", {"\ud83d\n": 1})), r"messages[1].tool_calls[0].function.arguments['\ud83d\n']: half a"),
+        (assistant(call("f", {"a": {1}})), "messages[1].tool_calls[0].function.arguments['a']: wanted a JSON value"),
         (
             assistant(call("f", {"a": [{1}]})),
-            "messages[1].tool_calls[0].function.arguments.a: cannot be written as JSON",
+            "messages[1].tool_calls[0].function.arguments['a']: cannot be written as JSON",
         ),
         ({"role": "tool", "content": "x"}, "messages[1]: a result of no known call; give `tool_call_id` or `name`"),
         ({"role": "tool", "name": 5, "content": ""}, "messages[1].name: wanted a string, found 5"),
@@ -492,6 +498,7 @@ def test_a_bad_message_is_refused_by_the_name_of_its_field(message: Any, expecte
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: wanted an object"),
         ({"tools": [{1: 2, "a": 3}]}, "tools: cannot be written as JSON"),
         ({"tools": ["\ud83d"]}, "tools: half a character"),
+        ({"tools": {"f": 1}}, "tools: wanted a list, found {'f': 1}"),
         ({"image_blocks": ["<|media_pad|>"]}, "image_blocks: 1 more than the messages have images"),
     ],
 )
@@ -500,5 +507,5 @@ def test_a_bad_option_is_refused_by_its_name(options: dict[str, Any], expected: 
 
 
 def test_messages_are_a_list() -> None:
-    assert refusal("hi").startswith("messages: wanted a list of messages, found 'hi'")
-    assert refusal({"role": "user"}).startswith("messages: wanted a list of messages")
+    assert refusal("hi").startswith("messages: wanted a list, found 'hi'")
+    assert refusal({"role": "user"}).startswith("messages: wanted a list")

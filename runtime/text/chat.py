@@ -82,7 +82,7 @@ def render(
     """
     writer = _Writer(thinking, image_blocks)
     if tools:
-        writer.note("tool-declare", TOOLS.replace("{J}", _canonical(tools, "tools")))
+        writer.note("tool-declare", TOOLS.replace("{J}", _canonical(_list(tools, "tools"), "tools")))
     if reasoning_effort is not None and reasoning_effort not in EFFORTS:
         raise _unwanted("reasoning_effort", f"one of {', '.join(EFFORTS)}", reasoning_effort)
     if thinking and reasoning_effort is not None:
@@ -204,10 +204,8 @@ class _Turn(NamedTuple):
 
 def _runs_of_tool_messages(messages: Sequence[Message]) -> Iterator[list[_Turn]]:
     """The messages one by one, except that tool messages in a row come together."""
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise _unwanted("messages", "a list of messages", messages)
     run: list[_Turn] = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(_list(messages, "messages")):
         field = f"messages[{i}]"
         role = _mapping(message, field).get("role")
         if role not in ROLES:
@@ -224,7 +222,8 @@ def _render_request(writer: _Writer, turn: _Turn) -> None:
     """A user or system message, or the system message that brings new tools."""
     message, role, field = turn
     if role == "system" and message.get("tools"):
-        writer.note("tool-declare", TOOLS_DYNAMIC.replace("{J}", _canonical(message["tools"], f"{field}.tools")))
+        tools = _list(message["tools"], f"{field}.tools")
+        writer.note("tool-declare", TOOLS_DYNAMIC.replace("{J}", _canonical(tools, f"{field}.tools")))
         return
     writer.open("message", role=role, name=_name(turn))
     writer.content(message.get("content"), f"{field}.content")
@@ -269,11 +268,8 @@ class _Call(NamedTuple):
 
 def _calls(turn: _Turn) -> list[_Call]:
     field = f"{turn.field}.tool_calls"
-    given = turn.message.get("tool_calls") or []
-    if not isinstance(given, list | tuple):
-        raise _unwanted(field, "a list of tool calls", given)
     calls = []
-    for i, call in enumerate(given):
+    for i, call in enumerate(_list(turn.message.get("tool_calls") or [], field)):
         where = f"{field}[{i}]"
         if _mapping(call, where).get("type", "function") != "function":
             raise _unwanted(f"{where}.type", "function", call["type"])
@@ -299,7 +295,7 @@ def _render_arguments(writer: _Writer, arguments: Any, field: str) -> None:
     if not isinstance(arguments, Mapping):
         raise _unwanted(field, "a JSON object", arguments)
     for key, value in arguments.items():
-        where = f"{field}.{key}"
+        where = f"{field}[{key!r}]"
         kind = _json_type(value, where)
         writer.open("argument", key=_string(key, where), type=kind)
         writer.text(_string(value, where) if kind == "string" else _json(value, where))
@@ -381,6 +377,12 @@ def _string(value: Any, field: str) -> str:
     if not isinstance(value, str):
         raise _unwanted(field, "a string", value)
     check_unicode(value, field)
+    return value
+
+
+def _list(value: Any, field: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise _unwanted(field, "a list", value)
     return value
 
 
