@@ -114,12 +114,12 @@ def _spans(path: Path, raw: bytes) -> list[TensorSpan]:
 def _span(path: Path, base: int, name: str, entry: Any) -> TensorSpan:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        integers = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         itemsize = ITEMSIZE.get(dtype)
     except (TypeError, KeyError, ValueError):
         raise _damaged(path, f"the header entry of {name} lacks dtype, shape or data_offsets") from None
-    if not integers:
-        raise _damaged(path, f"the header entry of {name} has shape {shape} and offsets [{begin}, {end}]")
+    for n in (*shape, begin, end):
+        if type(n) is not int or n < 0:
+            raise _damaged(path, f"the header entry of {name} has shape {shape} and offsets [{begin}, {end}]")
     if itemsize is None:
         raise _damaged(path, f"{name} has the dtype {dtype!r}, which is unknown")
     if math.prod(shape) * itemsize != end - begin:

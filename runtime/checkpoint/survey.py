@@ -198,7 +198,9 @@ class _Surveyor:
             self.findings.add("duplicate", f"{span.name} is in {first.name} and in {span.path.name}")
         self.experts.shard[row, expert, column] = shard
         self.experts.offset[row, expert, column] = span.offset
-        self._check(span, self.experts.specs[column])
+        spec = self.experts.specs[column]
+        if span.shape != spec.shape or span.dtype != spec.dtype:
+            self._check(span, spec)
         return True
 
     def _take_trunk(self, span: TensorSpan) -> None:
@@ -258,10 +260,11 @@ class _Surveyor:
             for span in scan(path).spans if path.name not in self.unread else ():
                 if hash((span.name, path.name)) not in differing:
                     continue
+                released = released_name(span.name, self.config.num_hidden_layers)
                 if span.name in wanted:
                     line = f"{span.name} is in {path.name}, {index.name} says {wanted.pop(span.name)}"
                     self.findings.add("misplaced", line)
-                elif released_name(span.name, self.config.num_hidden_layers) not in {None, *self.excused}:
+                elif released and released not in self.excused:
                     self.findings.add("not in the index", f"{span.name} in {path.name}")
         for name, file_name in wanted.items():
             if not self._is_known(name):  # else it will be found missing
