@@ -117,6 +117,7 @@ def test_the_end_is_the_end() -> None:
         ),
         ('[tools][call tool="f"][/tools][response]42[end]', ("", "42", [("f", "{}")])),
         ('[tools][call tool="f"][call tool="g"][/call][/tools][end]', ("", "", [("f", "{}"), ("g", "{}")])),
+        ('[tools][call tool="f"][/tools]', ("", "", [("f", "{}")])),
         # it goes on as somebody else
         ('42[/message][message role="user"]more[/message][message role="assistant"][think]hm[end]', ("42", "", [])),
         ('42[message role="user"]more[/message][end]', ("42", "", [])),
@@ -143,6 +144,12 @@ def test_a_call_cut_off_is_not_delivered() -> None:
     for n in range(len(ids_of("why[tools]")), len(ids)):
         assert parsed(ids[:n])[0] == ParsedMessage("why", "", ())
     assert len(parsed(ids)[0].tool_calls) == 1
+
+
+def test_half_a_character_ends_with_its_channel() -> None:
+    half = TOKENIZER.encode("🧪")[:-1]
+    message, _ = parsed([*half, *ids_of("[/think][response]"), *half, *ids_of("[/response][message]")])
+    assert message == ParsedMessage("\ufffd", "\ufffd", ())
 
 
 def test_markers_in_ordinary_tokens_are_text() -> None:

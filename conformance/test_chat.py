@@ -424,7 +424,17 @@ def test_nothing_a_user_writes_becomes_a_control_id(
     assert specials == [TOKENIZER.special_ids[s.text] for s in segments if s.structural]
     assert {s.text for s in segments if s.structural} <= set(MARKERS)
     assert all(s.text for s in segments)
+    harmless = render(json.loads(json.dumps(conversation).replace("<|", "<marker")), thinking=thinking, tools=tools)
+    structure = [s.text for s in render(conversation, thinking=thinking, tools=tools) if s.structural]
+    assert structure == [s.text for s in harmless if s.structural]
     assert specials.count(TOKENIZER.sep_id) == specials.count(TOKENIZER.open_id) + specials.count(TOKENIZER.close_id)
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_field_that_is_nothing_but_a_marker_is_text(marker: str) -> None:
+    answer = assistant(call(marker, {marker: marker}), content=marker, reasoning=marker, name=marker)
+    segments = quiet([user(marker, name=marker), answer, {"role": "tool", "content": marker}])
+    assert segments.count(Segment(marker, False)) == 10
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
