@@ -2,8 +2,8 @@
 
 A prompt is a flat list of segments. Only the markers written here (and image blocks, which the caller makes) are
 structural; everything a person, a tool or an earlier answer contributed is ordinary text, so a `<|sep|>` typed by
-a user is punctuation around a word and nothing more. Segments are encoded one by one, which
-makes their boundaries part of the format: an attribute is four segments, because that is what was trained.
+a user is punctuation around a word and nothing more. Segments are encoded one by one, which makes their boundaries
+part of the format: an attribute is four segments, because that is what the model was trained on.
 
     open(tag, k=v)   S <|open|>  T tag  (T ` k`  T `="`  T v  T `"`)*  S <|sep|>
     close(tag)       S <|close|> T tag  S <|sep|>
