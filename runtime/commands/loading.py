@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
 from runtime.text.tokenizer import Tokenizer
+
+PATIENCE_S = 2.0
+"""After this long without an answer people are told what takes so long."""
 
 Ready = Callable[[Checkpoint, Tokenizer | None], None]
 """Called when the checkpoint is open and nothing of it is loaded: the time to refuse a request."""
@@ -63,6 +67,8 @@ class Loading:
                 say(f"         {note}")
             say(f"memory   {plan}")
             ready(checkpoint, tokenizer)
+            if backend == "cpu":
+                _compile(stop)
 
         with progress("loading", in_bytes=True) as report:
 
@@ -82,3 +88,22 @@ class Loading:
                 announce=announce,
                 progress=advanced,
             )
+
+
+def _compile(stop: Interrupts) -> None:
+    """Have the kernels of the `cpu` backend ready. New on a machine, they take part of a minute."""
+    from runtime.ops.cpu import CpuOps
+
+    started, told = time.perf_counter(), False
+    with progress("compiling") as report:
+
+        def compiled(done: int, total: int) -> None:
+            nonlocal told
+            stop.check()
+            if not told and done < total and time.perf_counter() - started > PATIENCE_S:
+                told = True
+                say("compile  the kernels, for this machine: once, part of a minute")
+            if told:
+                report(done, total)
+
+        CpuOps.warm_up(compiled)

@@ -65,9 +65,7 @@ def run(loading: Loading, request: Request) -> None:
         check_request(prompt, request.max_new, config.vocab_size, context)
         room = context - len(prompt) + 1
         if request.max_new > room:
-            say(
-                f"note     a context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}"
-            )
+            say(f"note     a context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}")
 
     with Interrupts() as stop:
         engine = loading.load(stop, ready)

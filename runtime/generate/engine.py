@@ -126,7 +126,7 @@ class Engine:
         announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan], None] | None = None,
         progress: Progress | None = None,
     ) -> Engine:
-        """Open the checkpoint at `path`, plan the memory, tell `announce`, then read the trunk.
+        """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
         `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
@@ -139,7 +139,6 @@ class Engine:
         checkpoint = Checkpoint.open(path)
         context = resolve_context(checkpoint.config, context)
         backend = backend or default_backend()
-        ops = make_ops(backend, threads or default_threads())
         plan = make_plan(
             checkpoint,
             backend=backend,
@@ -152,6 +151,7 @@ class Engine:
         tokenizer = Tokenizer.load(checkpoint.path) if (checkpoint.path / "tiktoken.model").is_file() else None
         if announce is not None:
             announce(checkpoint, tokenizer, plan)
+        ops = make_ops(backend, threads or default_threads())
         experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
         trunk = Trunk(checkpoint, ops, progress)
         model = K3(checkpoint.config, ops, trunk, experts)
