@@ -159,13 +159,12 @@ class DriveLedger:
         self.failed_checks = 0
         self.strikes = 0
         self.good_reads = 0
-        self._max_hung = policy.max_hung_reads
         self._begun_at = self.rate.value
 
     @property
     def slots(self) -> int:
-        """Reads that may be started now. Hung reads do not count, up to their own bound."""
-        return self.depth - self.live if self.hung <= self._max_hung else 0
+        """Reads that may be started now. Hung ones do not count: with too many of them the drive is not READY."""
+        return self.depth - self.live
 
     def free_in(self, now: float) -> float:
         """Seconds until everything in flight should have landed, or until a first byte can come when nothing is.

@@ -1,12 +1,15 @@
 """Rates learned from what the drives really do: bytes over busy time.
 
 A drive is busy while at least one read is in flight on it. Its busy time is cut into epochs: an epoch ends when the
-drive falls idle (then bytes and seconds belong together exactly), or, under load that never ends, when the bytes
-that landed are four times those still in flight (then what is half read at both ends hardly matters). Each epoch has
-a pace, seconds per byte, and the paces are averaged with weights that halve every HALF_LIFE_READS reads. Paces and
-not rates are averaged, because time is what the plan adds up; a slow spell therefore shows at once.
+drive falls idle (then bytes and seconds belong together exactly), or, under load that does not end, after EPOCH_READS
+reads, and then a read in flight at either end counts as half done. A rest of an epoch that landed less than
+TRUSTED_EPOCH times what was in flight at its start is not looked at: the reads of a drive that serves them side by
+side end together, and their bytes say nothing about the short time in which they do. Each epoch has a pace, seconds
+per byte, and the paces are averaged with weights that halve every HALF_LIFE_READS reads. Paces and not rates are
+averaged, because time is what the plan adds up; a slow spell therefore shows at once.
 
-After a lasting change of a drive's rate the estimate has followed by 90 % after FOLLOWS_READS reads plus one epoch.
+After a lasting change of a drive's rate the estimate has followed by nine tenths after FOLLOWS_READS reads; where
+the drive falls idle in between, after HALF_LIFE_READS · log2(10) = 27.
 
 Drives behind one uplink slow each other down. While two or more of them are busy the uplink's own rate is learned,
 and a member's busy clock runs slower by the factor the uplink imposes, so that its rate stays that of the drive
@@ -15,13 +18,12 @@ alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 HALF_LIFE_READS = 8
-FOLLOWS_READS = math.ceil(HALF_LIFE_READS * math.log2(10))
-"""Reads after which nine tenths of a change are in the estimate: 27."""
 EPOCH_READS = 32
+FOLLOWS_READS = 2 * EPOCH_READS
+TRUSTED_EPOCH = 4
 
 
 class LearnedRate:
@@ -70,10 +72,10 @@ class LearnedRate:
     def _end_epoch(self, still_in_flight: int) -> bool:
         nbytes, seconds, reads, carried = self._bytes, self._seconds, self._reads, self._carried
         self._forget_epoch(still_in_flight)
-        if seconds <= 0 or nbytes < 4 * carried:
+        if seconds <= 0 or nbytes < TRUSTED_EPOCH * carried:
             return False
-        nbytes += (still_in_flight - carried) / 2
-        self._learn(seconds / nbytes, 1.0 - 0.5 ** (reads / HALF_LIFE_READS))
+        begun = (still_in_flight - carried) / 2  # reads in flight are half done, on the whole
+        self._learn(seconds / (nbytes + begun), 1.0 - 0.5 ** (reads / HALF_LIFE_READS))
         return True
 
     def _learn(self, pace: float, weight: float) -> None:

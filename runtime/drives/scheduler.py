@@ -296,6 +296,9 @@ class Scheduler:
         if not event.ok:
             self._check_failed(drive, event.detail, out)
             return
+        if drive.hung > self.policy.max_hung_reads:
+            self._check_failed(drive, f"{drive.hung} reads do not end", out)
+            return
         drive.failed_checks = drive.strikes = drive.good_reads = 0
         drive.last_used = self._now
         drive.rate.measured(event.nbytes, event.seconds, 1.0 if drive.health is Health.NEW else CHECK_WEIGHT)
