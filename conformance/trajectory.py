@@ -160,8 +160,12 @@ def reference(name: str) -> tuple[Path, Trajectory]:
 def _attempt(name: str, seed: int, path: Path) -> Trajectory:
     write_checkpoint(name, seed, path)
     engine = Engine.load(path, backend="reference", context=PROMPT + GREEDY)
-    prompt = np.random.default_rng(seed).integers(0, engine.config.vocab_size, PROMPT)
-    return reference_run(engine, prompt)
+    return reference_run(engine, make_prompt(seed, engine.config.vocab_size))
+
+
+def make_prompt(seed: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """The prompt that goes with a seed."""
+    return np.random.default_rng(seed).integers(0, vocab_size, PROMPT)
 
 
 def find_seed(name: str, enough: float = 2.0, tries: int = 100) -> tuple[int, Trajectory]:
