@@ -271,16 +271,16 @@ def test_a_message_is_answered_on_stdout_and_thought_about_on_stderr(cli: Comman
     assert not any(marker in outcome.out for marker in ("<|", "think", "response"))
 
 
-def test_system_and_effort_reach_the_prompt(cli: Command, tiny: Path) -> None:
+def test_system_and_effort_reach_the_prompt(cli: Command) -> None:
     def prompt_ids(*options: object) -> list[int]:
-        return cli("run", *on(tiny), "--chat", "--prompt", "a", "--max-new", 1, "--json", *options).record["prompt_ids"]
+        return cli("run", "--chat", "--prompt", "a", "--max-new", 1, "--json", *options).record["prompt_ids"]
 
     prompts = [prompt_ids(), prompt_ids("--reasoning-effort", "low"), prompt_ids("--system", "Be brief.")]
     assert prompts[0] == prompt_ids("--reasoning-effort", "max")
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
-def test_a_prompt_file_is_used_as_it_is(cli: Command, tiny: Path, tmp_path: Path) -> None:
+def test_a_prompt_file_is_used_as_it_is(cli: Command, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes("\r\n naïve \n\n".encode())
     ids = cli("run", *on(tiny), "--prompt-file", file, "--max-new", 1, "--json").record["prompt_ids"]
