@@ -72,7 +72,8 @@ def start() -> Iterator[Start]:
     def command(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
         line = [sys.executable, "-m", "runtime", *map(str, arguments)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(line, cwd=ROOT, **{**pipes, **options}))
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        processes.append(subprocess.Popen(line, cwd=ROOT, **{**pipes, "env": env, **options}))
         return processes[-1]
 
     yield command
@@ -248,11 +249,14 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_the_embedded_default_answers_and_says_what_it_is(cli: Command) -> None:
-    outcome = cli("run", "--prompt", CAPITAL, "--max-new", 17)
+    outcome, record = (cli("run", "--prompt", CAPITAL, "--max-new", 17, *json) for json in ((), ("--json",)))
     assert outcome.status == 0
+    assert record.record["finish_reason"] == "stop"
+    assert record.record["model"]["note"] == NOTE
+    assert outcome.out == record.record["text"] + "\n"
+    assert "<|" not in outcome.out
     assert "Paris" in outcome.out
-    assert not outcome.out.startswith(CAPITAL)
-    assert outcome.out.endswith("\n")
+    assert CAPITAL not in outcome.out
     assert f"model    {NOTE}\n" in outcome.err
     assert "not Kimi K3" in outcome.err
     assert "memory   " in outcome.err
@@ -280,7 +284,7 @@ def test_system_and_effort_reach_the_prompt(cli: Command) -> None:
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
-def test_a_prompt_file_is_used_as_it_is(cli: Command, tmp_path: Path) -> None:
+def test_a_prompt_file_is_used_as_it_is(cli: Command, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes("\r\n naïve \n\n".encode())
     ids = cli("run", *on(tiny), "--prompt-file", file, "--max-new", 1, "--json").record["prompt_ids"]
