@@ -251,6 +251,8 @@ class CpuOps:
         return ids, weights
 
     def expert_mlp(self, z: Floats, expert: Expert, beta: float, linear_beta: float | None) -> Floats:
+        if expert.edge and len(z) > 1:
+            return np.concatenate([self.expert_mlp(row[None], expert, beta, linear_beta) for row in z])
         hidden, out = np.empty((len(z), expert.width), np.float32), np.empty_like(z)
         squash = linear_beta or 0.0
 

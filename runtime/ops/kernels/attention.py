@@ -9,8 +9,8 @@ import numpy as np
 from runtime.ops.kernels.elementary import exp
 from runtime.ops.kernels.formats import BF16, F32, SPLIT
 from runtime.ops.kernels.jit import inline, kernel
-from runtime.ops.kernels.lanes import address, fma, get, hold, lanes, load, store, total
-from runtime.ops.kernels.matrices import bf16_matrix, f32_matrix, padded, split_matrix
+from runtime.ops.kernels.lanes import Address, address, fma, get, hold, lanes, load, pointer, store, total
+from runtime.ops.kernels.matrices import bf16_panel, f32_panel, padded, panel_rows, split_matrix
 from runtime.ops.kernels.rows import zero
 from runtime.ops.kernels.tiles import mix_tile, unpack_row
 
@@ -64,16 +64,16 @@ def append(latent: Any, key: Any, entries: Any, first: int) -> None:
     rank, rope = latent.shape[1], key.shape[1]
     for t in range(latent.shape[0]):
         to = address(entries) + 4 * (first + t) * entries.shape[1]
-        unpack_row(F32, address(latent) + 4 * t * rank, 0, rank, to)
-        unpack_row(F32, address(key) + 4 * t * rope, 0, rope, to + 4 * padded(rank))
+        unpack_row(F32, address(latent) + 4 * t * rank, rank, to, 128)
+        unpack_row(F32, address(key) + 4 * t * rope, rope, to + 4 * padded(rank), 128)
 
 
 @inline
-def absorb(q: int, kv_b: int, bf16: bool, nope: int, rank: int, out: int) -> None:
-    """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, split layout."""
+def absorb(q: Address, kv_b: Address, bf16: bool, nope: int, rank: int, out: Address, step: int) -> None:
+    """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, a block of 32 every `step` bytes."""
     size = 2 if bf16 else 4
     for b in range(0, rank, 32):
-        to = out + 4 * b
+        to = out + b // 32 * step
         store(to, 16, zero())
         store(to + 64, 16, zero())
         if bf16:
@@ -83,7 +83,7 @@ def absorb(q: int, kv_b: int, bf16: bool, nope: int, rank: int, out: int) -> Non
 
 
 @inline
-def softmax(scores: int, n: int, scale: float) -> Any:
+def softmax(scores: Address, n: int, scale: float) -> Any:
     """Replace n scores by exp(scale · score − max); returns their sum, by 16 lanes of the position."""
     for i in range(n, (n + 15) // 16 * 16):
         store(scores + 4 * i, 1, lanes(np.float32(-np.inf)))
@@ -100,7 +100,9 @@ def softmax(scores: int, n: int, scale: float) -> Any:
 
 
 @inline
-def mix_latents(entries: int, width: int, rank: int, n: int, scores: int, step: int, heads: int, out: int) -> None:
+def mix_latents(
+    entries: Address, width: int, rank: int, n: int, scores: Address, step: int, heads: int, out: Address
+) -> None:
     """out[h] = Σ_p scores[h, p] · latent_p, p after p, in split layout."""
     row, wide = 4 * width, 4 * padded(rank)
     for i in range(0, heads * padded(rank), 16):
@@ -134,7 +136,7 @@ def latent_attention(
     tokens, heads, n_q = q.shape
     nope, n_v, width = n_q - rope, out.shape[2], entries.shape[1]
     head_bytes = (2 if bf16 else 4) * rank * (nope + n_v)
-    wide = padded(rank)
+    weights, wide = pointer(kv_b), padded(rank)
     longest = (length + tokens + 15) // 16 * 16
     chunk = min(last - first, max(4, SCORES_AT_ONCE // longest))
     queries = np.zeros((chunk, width), np.float32)
@@ -145,27 +147,30 @@ def latent_attention(
         n = length + t + 1
         for start in range(first, last, chunk):
             here = min(chunk, last - start)
-            for h in range(here):
-                at = address(q) + 4 * (t * heads + start + h) * n_q
-                to = address(queries) + 4 * h * width
-                absorb(at, kv_b + (start + h) * head_bytes, bf16, nope, rank, to)
-                unpack_row(F32, at + 4 * nope, 0, rope, to + 4 * wide)
-            split_matrix(
-                address(entries), n, width, address(queries), here, address(scores), 4 * longest
-            )  # [h, position]
+            h = 0
+            while h < here:
+                panel = panel_rows(here - h)
+                for i in range(panel):
+                    at = address(q) + 4 * (t * heads + start + h + i) * n_q
+                    to = address(queries) + 4 * h * width + 128 * i
+                    absorb(at, weights + (start + h + i) * head_bytes, bf16, nope, rank, to, 128 * panel)
+                    unpack_row(F32, at + 4 * nope, rope, to + 4 * wide * panel, 128 * panel)
+                h += panel
+            at, row = address(entries), 4 * width
+            split_matrix(at, row, at, n, width, address(queries), here, address(scores), 4 * longest)
             for h in range(here):
                 sums[h] = softmax(address(scores) + 4 * h * longest, n, scale)
-            mix_latents(address(entries), width, rank, n, address(scores), 4 * longest, here, address(mixed))
+            mix_latents(at, width, rank, n, address(scores), 4 * longest, here, address(mixed))
             for h in range(here):
                 c = address(mixed) + 4 * h * wide
                 for i in range(0, wide, 16):
                     store(c + 4 * i, 16, load(c + 4 * i, 16) / sums[h])
-                values = kv_b + (start + h) * head_bytes + (2 if bf16 else 4) * rank * nope
+                values = weights + (start + h) * head_bytes + (2 if bf16 else 4) * rank * nope
                 to = address(out) + 4 * (t * heads + start + h) * n_v
                 if bf16:
-                    bf16_matrix(values, 2 * rank, 0, n_v, rank, c, 1, to, 0)
+                    bf16_panel(values, 2 * rank, values, n_v, rank, c, to, 0)
                 else:
-                    f32_matrix(values, 4 * rank, 0, n_v, rank, c, 1, to, 0)
+                    f32_panel(values, 4 * rank, values, n_v, rank, c, to, 0)
     hold(queries)
     hold(mixed)
     hold(scores)

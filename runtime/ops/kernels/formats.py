@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from llvmlite import ir
 
 from runtime.ops.kernels.jit import VECTORS
-from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, read, read_some, splat
+from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, offset, read, read_some, splat
 
 BF16, F32, SPLIT, MXFP4, MXFP4_EDGE = range(5)
 """bf16 and float32 as released; float32 in split layout; MXFP4 with scale bytes 2 to 252; MXFP4 with any."""
@@ -28,17 +28,13 @@ Pair = tuple[ir.Value, ir.Value]
 
 
 class Format(Protocol):
-    """Decode one block. `row` and `scale` are addresses of a row and of its scales, `block` counts from its start."""
+    """Decode one block. `row` and `scale` point to a row and of its scales, `block` counts from its start."""
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair: ...
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         """The last `columns` < 32 columns, zeros behind."""
         ...
-
-
-def _offset(builder: ir.IRBuilder, base: ir.Value, count: ir.Value, size: int) -> ir.Value:
-    return builder.add(base, builder.mul(count, count.type(size)))
 
 
 def _floats(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
@@ -52,11 +48,11 @@ class _Bf16:
         return _floats(builder, even), _floats(builder, odd)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._widen(builder, read(builder, _offset(builder, row, block, 64), I32X16))
+        return self._widen(builder, read(builder, offset(builder, row, block, 64), I32X16))
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(2))
-        return self._widen(builder, read_some(builder, _offset(builder, row, block, 64), I32X16, n_bytes))
+        return self._widen(builder, read_some(builder, offset(builder, row, block, 64), I32X16, n_bytes))
 
 
 class _F32:
@@ -68,11 +64,11 @@ class _F32:
         return even, odd
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._split(builder, read(builder, _offset(builder, row, block, 128), _FLOATS32))
+        return self._split(builder, read(builder, offset(builder, row, block, 128), _FLOATS32))
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(4))
-        return self._split(builder, read_some(builder, _offset(builder, row, block, 128), _FLOATS32, n_bytes))
+        return self._split(builder, read_some(builder, offset(builder, row, block, 128), _FLOATS32, n_bytes))
 
 
 class WholeBlocks:
@@ -84,18 +80,18 @@ class WholeBlocks:
 
 class _Split(WholeBlocks):
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        at = _offset(builder, row, block, 128)
-        return read(builder, at, F32X16), read(builder, builder.add(at, at.type(64)), F32X16)
+        at = offset(builder, row, block, 128)
+        return read(builder, at, F32X16), read(builder, offset(builder, at, 64), F32X16)
 
 
 def _codes(builder: ir.IRBuilder, row: ir.Value, block: ir.Value) -> Pair:
     """The even codes and the odd codes of a block, in the low four bits; the even ones with rubbish above."""
-    codes = builder.zext(read(builder, _offset(builder, row, block, 16), _BYTES), I32X16)
+    codes = builder.zext(read(builder, offset(builder, row, block, 16), _BYTES), I32X16)
     return codes, builder.lshr(codes, constant(_BIT, 4))
 
 
 def _scale_byte(builder: ir.IRBuilder, scale: ir.Value, block: ir.Value) -> ir.Value:
-    return builder.zext(read(builder, builder.add(scale, block), ir.IntType(8)), _BIT)
+    return builder.zext(read(builder, offset(builder, scale, block), ir.IntType(8)), _BIT)
 
 
 def _power_of_two(builder: ir.IRBuilder, byte: ir.Value) -> ir.Value:

@@ -5,7 +5,9 @@ Each is one LLVM operation on a vector of 16, which becomes one AVX-512 instruct
 SSE, or sixteen exact calls of `fmaf` where the CPU has no fused multiply-add: the same bits everywhere.
 Nothing is contracted or reassociated. A scalar beside a vector is taken in every lane.
 
-Memory is addressed by plain integers (bytes), so weights may lie anywhere, aligned or not, writable or not.
+Memory is reached by a `pointer` and offsets in bytes, so weights may lie anywhere, aligned or not, writable or not.
+Pointers are pointers in LLVM too, all the way from the kernel's arguments: sums of integers that end as an address
+were seen to be miscompiled when Numba optimises a helper a second time inside its caller.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -23,7 +25,8 @@ from numba.extending import lower_builtin, models, register_model
 
 LANES = 16
 Vector: TypeAlias = Any
-"""What mypy sees of a value of 16 lanes inside a kernel."""
+Address: TypeAlias = Any
+"""What mypy sees of 16 lanes, and of a pointer, inside a kernel."""
 
 _ELEMENTS = {"f32x16": ir.FloatType(), "i32x16": ir.IntType(32), "mask16": ir.IntType(1)}
 
@@ -38,6 +41,18 @@ class _LanesModel(models.PrimitiveModel):
         super().__init__(manager, lanes, ir.VectorType(_ELEMENTS[lanes.name], LANES))
 
 
+class Pointer(types.Type):
+    """The Numba type of an address; pointer + bytes is a pointer."""
+
+
+@register_model(Pointer)
+class _PointerModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Pointer) -> None:
+        super().__init__(manager, kind, BYTES)
+
+
+BYTES = ir.IntType(8).as_pointer()
+pointer_type = Pointer("pointer")
 f32x16, i32x16, mask16 = (Lanes(name) for name in _ELEMENTS)
 F32X16, I32X16 = (ir.VectorType(_ELEMENTS[name], LANES) for name in ("f32x16", "i32x16"))
 _SCALARS = {"f32x16": types.float32, "i32x16": types.int32}
@@ -82,22 +97,27 @@ def tree_sum(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
-def place(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
-    """The integer address as a pointer."""
-    return builder.inttoptr(address, pointee.as_pointer())
+def offset(builder: ir.IRBuilder, base: ir.Value, count: ir.Value | int, size: ir.Value | int = 1) -> ir.Value:
+    """The pointer count · size bytes behind another one."""
+    count, size = (value if isinstance(value, ir.Value) else ir.IntType(64)(value) for value in (count, size))
+    return builder.gep(base, [builder.mul(count, size)])
 
 
-def read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    """Load a value from any address."""
-    return builder.load(place(builder, address, kind), align=1)
+def read(builder: ir.IRBuilder, at: ir.Value, kind: ir.Type) -> ir.Value:
+    """Load a value, aligned or not."""
+    return builder.load(builder.bitcast(at, kind.as_pointer()), align=1)
 
 
-def read_some(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, n_bytes: ir.Value) -> ir.Value:
+def write(builder: ir.IRBuilder, value: ir.Value, at: ir.Value) -> None:
+    """Store a value, aligned or not."""
+    builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
+
+
+def read_some(builder: ir.IRBuilder, at: ir.Value, kind: ir.Type, n_bytes: ir.Value) -> ir.Value:
     """Load the first bytes of a value and zeros behind them; nothing past `n_bytes` is touched."""
-    buffer = cgutils.alloca_once_value(builder, ir.Constant(kind, None))
+    buffer = cgutils.alloca_once(builder, kind)
     builder.store(ir.Constant(kind, None), buffer)
-    byte = ir.IntType(8).as_pointer()
-    cgutils.raw_memcpy(builder, builder.bitcast(buffer, byte), place(builder, address, ir.IntType(8)), n_bytes, 1)
+    cgutils.raw_memcpy(builder, builder.bitcast(buffer, BYTES), at, n_bytes, 1)
     return builder.load(buffer)
 
 
@@ -246,15 +266,36 @@ def floats(typing: Any, vector: Any) -> Any:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
+@infer_global(operator.add)
+class _PointerAdd(AbstractTemplate):
+    def generic(self, args: Any, kws: Any) -> Any:
+        fits = len(args) == 2 and isinstance(args[0], Pointer) and isinstance(args[1], types.Integer)
+        return signature(pointer_type, pointer_type, types.intp) if fits else None
+
+
+@lower_builtin(operator.add, Pointer, types.Integer)
+def _pointer_add(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+    return builder.gep(args[0], [args[1]])
+
+
+@intrinsic
+def pointer(typing: Any, number: Any) -> Any:
+    """The address given as an integer from Python."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.inttoptr(args[0], BYTES)
+
+    return signature(pointer_type, types.intp), codegen
+
+
 @intrinsic
 def address(typing: Any, array: Any) -> Any:
     """Where the array's first element lies."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        data = context.make_array(sig.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, ir.IntType(64))
+        return builder.bitcast(context.make_array(sig.args[0])(context, builder, args[0]).data, BYTES)
 
-    return signature(types.intp, array), codegen
+    return signature(pointer_type, array), codegen
 
 
 @intrinsic
@@ -269,7 +310,7 @@ def hold(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def load(typing: Any, at: Any, n: Any) -> Any:
-    """Sixteen floats at an address, or the first n < 16 and zeros behind."""
+    """Sixteen floats at a pointer, or the first n < 16 and zeros behind."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         at, n = args
@@ -281,43 +322,44 @@ def load(typing: Any, at: Any, n: Any) -> Any:
                 builder.store(read_some(builder, at, F32X16, builder.mul(n, n.type(4))), result)
         return builder.load(result)
 
-    return signature(f32x16, types.intp, types.intp), codegen
+    return signature(f32x16, pointer_type, types.intp), codegen
 
 
 @intrinsic
 def store(typing: Any, at: Any, n: Any, vector: Any) -> Any:
-    """Write sixteen floats to an address, or only the first n < 16."""
+    """Write sixteen floats to a pointer, or only the first n < 16."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         at, n, vector = args
         with builder.if_else(builder.icmp_signed(">=", n, n.type(LANES)), likely=True) as (whole, part):
             with whole:
-                builder.store(vector, place(builder, at, F32X16), align=1)
+                write(builder, vector, at)
             with part:
-                byte = ir.IntType(8)
-                buffer = builder.bitcast(cgutils.alloca_once_value(builder, vector), byte.as_pointer())
-                cgutils.raw_memcpy(builder, place(builder, at, byte), buffer, builder.mul(n, n.type(4)), 1)
+                buffer = cgutils.alloca_once(builder, F32X16)
+                builder.store(vector, buffer)
+                n_bytes = builder.mul(n, n.type(4))
+                cgutils.raw_memcpy(builder, at, builder.bitcast(buffer, BYTES), n_bytes, 1)
         return context.get_dummy_value()
 
-    return signature(types.void, types.intp, types.intp, f32x16), codegen
+    return signature(types.void, pointer_type, types.intp, f32x16), codegen
 
 
 @intrinsic
 def get(typing: Any, at: Any) -> Any:
-    """The float at an address."""
+    """The float at a pointer."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return read(builder, args[0], ir.FloatType())
 
-    return signature(types.float32, types.intp), codegen
+    return signature(types.float32, pointer_type), codegen
 
 
 @intrinsic
 def put(typing: Any, at: Any, scalar: Any) -> Any:
-    """Write one float to an address."""
+    """Write one float to a pointer."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        builder.store(args[1], place(builder, args[0], ir.FloatType()), align=1)
+        write(builder, args[1], args[0])
         return context.get_dummy_value()
 
-    return signature(types.void, types.intp, types.float32), codegen
+    return signature(types.void, pointer_type, types.float32), codegen

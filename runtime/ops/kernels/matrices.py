@@ -8,12 +8,26 @@ import numpy as np
 
 from runtime.ops.kernels.elementary import situ
 from runtime.ops.kernels.formats import BF16, F32, MXFP4, MXFP4_EDGE, SPLIT
-from runtime.ops.kernels.jit import inline, kernel
-from runtime.ops.kernels.lanes import address, hold, load, store
+from runtime.ops.kernels.jit import VECTORS, inline, kernel
+from runtime.ops.kernels.lanes import Address, address, hold, load, pointer, store
 from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row
 
-FEW = 4
-"""Up to so many rows each weight is decoded in registers per row tile; above, once into a buffer."""
+_TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "avx512": {
+        BF16: (3, 4, 8, 8),
+        F32: (3, 4, 8, 8),
+        SPLIT: (3, 6, 8, 8),
+        MXFP4: (2, 4, 8, 4),
+        MXFP4_EDGE: (1, 1, 1, 1),
+    },
+    "narrow": dict.fromkeys((BF16, F32, SPLIT, MXFP4, MXFP4_EDGE), (1, 1, 2, 4)),
+}
+"""Weight rows in a tile beside 8, 4, 2 and 1 activation rows; measured. What more registers would help has them."""
+WEIGHT_ROWS = _TILES["avx512" if VECTORS == "avx512" else "narrow"]
+WIDEST = 8 if VECTORS == "avx512" else 4
+"""Activation rows in the widest panel."""
+BAND = 24
+"""Weight rows that all panels take before the next ones, so that they stay in the cache nearest to the core."""
 
 
 @inline
@@ -23,89 +37,86 @@ def padded(columns: int) -> int:
 
 
 @inline
-def split_rows(x: int, rows: int, columns: int, out: int) -> None:
-    """Put float32 rows into split layout."""
-    for r in range(rows):
-        unpack_row(F32, x + 4 * r * columns, 0, columns, out + 4 * r * padded(columns))
-
-
-def _dots(form: int, n: int) -> Any:
-    """dots(...): n weight rows times any number of activation rows, in tiles of 4, 2 and 1."""
-
-    @inline
-    def dots(weight: int, stride: int, scale: int, columns: int, x: int, rows: int, out: int, step: int) -> None:
-        row_bytes = 4 * padded(columns)
-        r = 0
-        while r + 4 <= rows:
-            dot_tile(form, n, 4, weight, stride, scale, columns, x + r * row_bytes, out + r * step, step)
-            r += 4
-        while r + 2 <= rows:
-            dot_tile(form, n, 2, weight, stride, scale, columns, x + r * row_bytes, out + r * step, step)
-            r += 2
-        if r < rows:
-            dot_tile(form, n, 1, weight, stride, scale, columns, x + r * row_bytes, out + r * step, step)
-
-    return dots
-
-
-split_dots4 = _dots(SPLIT, 4)
-split_dots1 = _dots(SPLIT, 1)
+def panel_rows(left: int) -> int:
+    """Rows of the next panel when `left` rows are left."""
+    if left >= WIDEST:
+        return WIDEST
+    return 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @inline
-def split_matrix(weight: int, count: int, columns: int, x: int, rows: int, out: int, step: int) -> None:
-    """`count` rows in split layout times `rows` rows: out[r, n]."""
-    stride = 4 * padded(columns)
-    n = 0
-    while n + 4 <= count:
-        split_dots4(weight + n * stride, stride, 0, columns, x, rows, out + 4 * n, step)
-        n += 4
-    while n < count:
-        split_dots1(weight + n * stride, stride, 0, columns, x, rows, out + 4 * n, step)
-        n += 1
+def pack(x: Address, rows: int, columns: int, out: Address) -> None:
+    """Put float32 rows into panels: of its rows one block each, then the next block of each, in split layout."""
+    r = 0
+    while r < rows:
+        wide = panel_rows(rows - r)
+        for i in range(wide):
+            to = out + 4 * r * padded(columns) + 128 * i
+            unpack_row(F32, x + 4 * (r + i) * columns, columns, to, 128 * wide)
+        r += wide
+
+
+def _panel(form: int, r: int) -> Any:
+    """panel(...): `count` weight rows times a panel of r rows."""
+    n = WEIGHT_ROWS[form][(8, 4, 2, 1).index(r)]
+
+    @inline
+    def panel(
+        weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, out: Address, step: int
+    ) -> None:
+        groups = columns // 32
+        i = 0
+        while i + n <= count:
+            dot_tile(form, n, r, weight + i * stride, stride, scale + i * groups, columns, x, out + 4 * i, step)
+            i += n
+        while i < count:
+            dot_tile(form, 1, r, weight + i * stride, stride, scale + i * groups, columns, x, out + 4 * i, step)
+            i += 1
+
+    return panel
 
 
 def _matrix(form: int) -> Any:
-    """matrix(...): `count` weight rows of a format times any number of rows in split layout."""
-    dots4, dots1 = _dots(form, 4), _dots(form, 1)
+    """matrix(...): `count` weight rows of a format times any number of rows in panels: out[r, n]."""
+    widest, panel4, panel2, panel1 = _panel(form, WIDEST), _panel(form, 4), _panel(form, 2), _panel(form, 1)
 
     @inline
     def matrix(
-        weight: int, stride: int, scale: int, count: int, columns: int, x: int, rows: int, out: int, step: int
+        weight: Address,
+        stride: int,
+        scale: Address,
+        count: int,
+        columns: int,
+        x: Address,
+        rows: int,
+        out: Address,
+        step: int,
     ) -> None:
-        groups = columns // 32
-        n = 0
-        if rows > FEW:
-            width = padded(columns)
-            buffer = np.empty(4 * width, np.float32)
-            decoded = address(buffer)
-            while n < count:
-                here = min(4, count - n)
-                for i in range(here):
-                    unpack_row(
-                        form, weight + (n + i) * stride, scale + (n + i) * groups, columns, decoded + 4 * i * width
-                    )
-                split_matrix(decoded, here, width, x, rows, out + 4 * n, step)
-                n += here
-            hold(buffer)
-            return
-        if rows == 1:
-            while n + 8 <= count:
-                dot_tile(form, 8, 1, weight + n * stride, stride, scale + n * groups, columns, x, out + 4 * n, step)
-                n += 8
-        while n + 4 <= count:
-            dots4(weight + n * stride, stride, scale + n * groups, columns, x, rows, out + 4 * n, step)
-            n += 4
-        while n < count:
-            dots1(weight + n * stride, stride, scale + n * groups, columns, x, rows, out + 4 * n, step)
-            n += 1
+        for first in range(0, count, BAND):
+            here = min(BAND, count - first)
+            w, s, to = weight + first * stride, scale + first * (columns // 32), out + 4 * first
+            r = 0
+            while r < rows:
+                wide = panel_rows(rows - r)
+                at, result = x + 4 * r * padded(columns), to + r * step
+                if wide == WIDEST:
+                    widest(w, stride, s, here, columns, at, result, step)
+                elif WIDEST > 4 and wide == 4:
+                    panel4(w, stride, s, here, columns, at, result, step)
+                elif wide == 2:
+                    panel2(w, stride, s, here, columns, at, result, step)
+                else:
+                    panel1(w, stride, s, here, columns, at, result, step)
+                r += wide
 
     return matrix
 
 
 bf16_matrix = _matrix(BF16)
 f32_matrix = _matrix(F32)
+split_matrix = _matrix(SPLIT)
 mxfp4_matrix = _matrix(MXFP4)
+bf16_panel, f32_panel, edge_panel = _panel(BF16, 1), _panel(F32, 1), _panel(MXFP4_EDGE, 1)
 
 
 @kernel("void(float32[:,::1], intp, float32[:,::1], intp, intp)")
@@ -113,9 +124,10 @@ def linear_bf16(x: Any, weight: int, out: Any, first: int, last: int) -> None:
     """out[:, first:last] = x · weightᵀ for a bf16 matrix at an address."""
     rows, columns = x.shape
     split = np.empty(rows * padded(columns), np.float32)
-    split_rows(address(x), rows, columns, address(split))
+    pack(address(x), rows, columns, address(split))
     start, step = address(out) + 4 * first, 4 * out.shape[1]
-    bf16_matrix(weight + 2 * first * columns, 2 * columns, 0, last - first, columns, address(split), rows, start, step)
+    w = pointer(weight) + 2 * first * columns
+    bf16_matrix(w, 2 * columns, w, last - first, columns, address(split), rows, start, step)
     hold(split)
 
 
@@ -124,31 +136,28 @@ def linear_f32(x: Any, weight: int, out: Any, first: int, last: int) -> None:
     """The same for a float32 matrix; a matrix of bf16 values gives the same bits in both forms."""
     rows, columns = x.shape
     split = np.empty(rows * padded(columns), np.float32)
-    split_rows(address(x), rows, columns, address(split))
+    pack(address(x), rows, columns, address(split))
     start, step = address(out) + 4 * first, 4 * out.shape[1]
-    f32_matrix(weight + 4 * first * columns, 4 * columns, 0, last - first, columns, address(split), rows, start, step)
+    w = pointer(weight) + 4 * first * columns
+    f32_matrix(w, 4 * columns, w, last - first, columns, address(split), rows, start, step)
     hold(split)
 
 
 @inline
-def edge_matrix(weight: int, scale: int, count: int, columns: int, x: int, rows: int, out: int, step: int) -> None:
-    """MXFP4 with scales outside 2 to 252: one row at a time."""
-    for r in range(rows):
-        for n in range(count):
-            at = weight + n * columns // 2
-            dot_tile(
-                MXFP4_EDGE, 1, 1, at, 0, scale + n * (columns // 32), columns,
-                x + 4 * r * columns, out + r * step + 4 * n, step,
-            )  # fmt: skip
-
-
-@inline
 def expert_matrix(
-    weight: int, scale: int, edge: bool, count: int, columns: int, x: int, rows: int, out: int, step: int
+    weight: Address,
+    scale: Address,
+    edge: bool,
+    count: int,
+    columns: int,
+    x: Address,
+    rows: int,
+    out: Address,
+    step: int,
 ) -> None:
-    """`count` MXFP4 rows times rows in split layout."""
+    """`count` MXFP4 rows times rows in panels; one row at a time where scales lie outside 2 to 252."""
     if edge:
-        edge_matrix(weight, scale, count, columns, x, rows, out, step)
+        edge_panel(weight, columns // 2, scale, count, columns, x, out, step)
     else:
         mxfp4_matrix(weight, columns // 2, scale, count, columns, x, rows, out, step)
 
@@ -161,11 +170,11 @@ def expert_up(
     rows, columns = z.shape
     count = last - first
     split = np.empty(rows * columns, np.float32)
-    split_rows(address(z), rows, columns, address(split))
+    pack(address(z), rows, columns, address(split))
     both = np.empty((2, rows, count), np.float32)
     for i in range(2):
-        weight = places[2 * i] + first * columns // 2
-        scale = places[2 * i + 1] + first * (columns // 32)
+        weight = pointer(places[2 * i]) + first * columns // 2
+        scale = pointer(places[2 * i + 1]) + first * (columns // 32)
         out = address(both) + 4 * i * rows * count
         expert_matrix(weight, scale, edge, count, columns, address(split), rows, out, 4 * count)
     hold(split)
@@ -184,10 +193,10 @@ def expert_down(hidden: Any, weight: int, scale: int, edge: bool, out: Any, firs
     """out[:, first:last] = hidden · w2ᵀ."""
     rows, columns = hidden.shape
     split = np.empty(rows * columns, np.float32)
-    split_rows(address(hidden), rows, columns, address(split))
-    weight, scale = weight + first * columns // 2, scale + first * (columns // 32)
+    pack(address(hidden), rows, columns, address(split))
+    w, s = pointer(weight) + first * columns // 2, pointer(scale) + first * (columns // 32)
     start, step = address(out) + 4 * first, 4 * out.shape[1]
-    expert_matrix(weight, scale, edge, last - first, columns, address(split), rows, start, step)
+    expert_matrix(w, s, edge, last - first, columns, address(split), rows, start, step)
     hold(split)
 
 
@@ -196,5 +205,5 @@ def has_edge_scales(spans: Any) -> bool:
     """Is any scale byte 0, 1, 253, 254 or 255? spans: address and length, pair after pair."""
     largest = 0
     for i in range(0, spans.size, 2):
-        largest = max(largest, largest_byte_less_two(spans[i], spans[i + 1]))
+        largest = max(largest, largest_byte_less_two(pointer(spans[i]), spans[i + 1]))
     return largest > 250

@@ -12,7 +12,20 @@ import numpy as np
 from runtime.ops.kernels import elementary
 from runtime.ops.kernels.elementary import exp, softplus
 from runtime.ops.kernels.jit import inline, kernel
-from runtime.ops.kernels.lanes import address, fma, get, hold, lane0, lanes, load, sqrt, store, total
+from runtime.ops.kernels.lanes import (
+    Address,
+    address,
+    fma,
+    get,
+    hold,
+    lane0,
+    lanes,
+    load,
+    pointer,
+    sqrt,
+    store,
+    total,
+)
 
 
 @inline
@@ -22,7 +35,7 @@ def zero() -> Any:
 
 
 @inline
-def squares(x: int, n: int) -> Any:
+def squares(x: Address, n: int) -> Any:
     """Σ x² over n floats."""
     acc = zero()
     for i in range(0, n, 16):
@@ -54,12 +67,12 @@ def l2_norm(x: Any, eps: float, scale: float, out: Any) -> None:
 
 
 @inline
-def mix_rows(places: Any, weights: int, out: int, n: int) -> None:
+def mix_rows(places: Any, weights: Address, out: Address, n: int) -> None:
     """out = Σ_j weights[j] · (the n floats at places[j]), j after j."""
     for i in range(0, n, 16):
         acc = zero()
         for j in range(places.size):
-            acc = fma(get(weights + 4 * j), load(places[j] + 4 * i, n - i), acc)
+            acc = fma(get(weights + 4 * j), load(pointer(places[j]) + 4 * i, n - i), acc)
         store(out + 4 * i, n - i, acc)
 
 
@@ -72,8 +85,8 @@ def attn_res(sources: Any, norm: Any, proj: Any, eps: float, out: Any) -> None:
     for t in range(rows):
         largest = np.float32(-np.inf)
         for j in range(sources.size):
-            v = sources[j] + 4 * t * n
-            places[j] = v
+            places[j] = sources[j] + 4 * t * n
+            v = pointer(places[j])
             dot, square = zero(), zero()
             for i in range(0, n, 16):
                 x = load(v + 4 * i, n - i)
@@ -127,11 +140,10 @@ def situ(g: Any, u: Any, beta: float, linear_beta: float, out: Any) -> None:
 
 
 @inline
-def input_row(u: Any, history: Any, row: int) -> int:
+def input_row(u: Any, history: Any, row: int) -> Address:
     """Address of row `row` of u; negative ones lie in the history, -1 is its last."""
-    n: int = u.shape[1]
-    at: int = address(u) + 4 * n * row if row >= 0 else address(history) + 4 * n * (row + history.shape[0])
-    return at
+    n = u.shape[1]
+    return address(u) + 4 * n * row if row >= 0 else address(history) + 4 * n * (row + history.shape[0])
 
 
 @kernel("void(float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1])")

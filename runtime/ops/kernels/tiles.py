@@ -20,7 +20,7 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic as numba_intrinsic
 
 from runtime.ops.kernels.formats import BLOCK, FORMATS, Format, WholeBlocks
-from runtime.ops.kernels.lanes import F32X16, call, fused, place, read, splat, tree_sum
+from runtime.ops.kernels.lanes import BYTES, F32X16, call, fused, offset, pointer_type, read, splat, tree_sum, write
 
 _INT = ir.IntType(64)
 _SPLIT_BLOCK_BYTES = 4 * BLOCK
@@ -30,14 +30,14 @@ def _intrinsic(function: Any) -> Any:
     return numba_intrinsic(prefer_literal=True)(function)
 
 
+def _signature(*arguments: Any) -> Any:
+    """void(arguments ...); the last one spells the rest: p for a pointer, n for an integer."""
+    rest = [{"p": pointer_type, "n": types.intp}[letter] for letter in arguments[-1]]
+    return signature(types.void, *arguments[:-1], *rest)
+
+
 def _literals(*kinds: Any) -> bool:
     return all(isinstance(kind, types.IntegerLiteral) for kind in kinds)
-
-
-def _at(builder: ir.IRBuilder, base: ir.Value, count: ir.Value | int, size: ir.Value | int) -> ir.Value:
-    """base + count · size."""
-    count, size = (value if isinstance(value, ir.Value) else _INT(value) for value in (count, size))
-    return builder.add(base, builder.mul(count, size))
 
 
 def _zeros(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
@@ -58,8 +58,8 @@ def _blocks(builder: ir.IRBuilder, count: ir.Value) -> Iterator[ir.Value]:
         yield loop.index
 
 
-def _x_pair(builder: ir.IRBuilder, row: ir.Value, block: ir.Value, parity: int) -> ir.Value:
-    return read(builder, builder.add(_at(builder, row, block, _SPLIT_BLOCK_BYTES), _INT(64 * parity)), F32X16)
+def _x_pair(builder: ir.IRBuilder, row: ir.Value, block: ir.Value, rows: int, parity: int) -> ir.Value:
+    return read(builder, offset(builder, offset(builder, row, block, rows * _SPLIT_BLOCK_BYTES), parity, 64), F32X16)
 
 
 @_intrinsic
@@ -79,7 +79,8 @@ def dot_tile(
     """n weight rows times r activation rows: out[r, n].
 
     weight: address of the first row, the next one `stride` bytes behind; scale: address of its scales, one byte per
-    block. x: address of r rows in split layout. out: address, the next row of results `step` bytes behind.
+    block. x: address of a panel: the first block of each of the r rows in split layout, then the second of each, and so
+    on. out: address, the next row of results `step` bytes behind.
     """
     if not _literals(form, n, r):
         return None
@@ -90,17 +91,16 @@ def dot_tile(
         weight, stride, scale, columns, x, out, step = args[3:]
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
-        padded = builder.sdiv(builder.add(columns, _INT(BLOCK - 1)), _INT(BLOCK))
-        w_rows = [_at(builder, weight, i, stride) for i in range(rows)]
-        scales = [_at(builder, scale, i, blocks) for i in range(rows)]
-        x_rows = [_at(builder, x, i, builder.mul(padded, _INT(_SPLIT_BLOCK_BYTES))) for i in range(activations)]
+        w_rows = [offset(builder, weight, i, stride) for i in range(rows)]
+        scales = [offset(builder, scale, i, blocks) for i in range(rows)]
+        x_rows = [offset(builder, x, j, _SPLIT_BLOCK_BYTES) for j in range(activations)]
         sums = _zeros(builder, rows * activations)
 
         def multiply(pairs: list[Any], block: ir.Value) -> None:
             factors = _factors(builder, decoder, scales, block)
             for parity in (0, 1):
                 for j, x_row in enumerate(x_rows):
-                    value = _x_pair(builder, x_row, block, parity)
+                    value = _x_pair(builder, x_row, block, activations, parity)
                     for i, pair in enumerate(pairs):
                         scaled = builder.fmul(value, factors[i]) if factors else value
                         _accumulate(builder, sums[j * rows + i], pair[parity], scaled)
@@ -113,11 +113,10 @@ def dot_tile(
         for j in range(activations):
             for i in range(rows):
                 result = tree_sum(builder, builder.load(sums[j * rows + i]))
-                where = builder.add(_at(builder, out, j, step), _INT(4 * i))
-                builder.store(result, place(builder, where, ir.FloatType()), align=1)
+                write(builder, result, offset(builder, offset(builder, out, j, step), i, 4))
         return context.get_dummy_value()
 
-    return signature(types.void, form, n, r, *([types.intp] * 7)), codegen
+    return _signature(form, n, r, "pnpnppn"), codegen
 
 
 def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], block: ir.Value) -> list[ir.Value]:
@@ -126,30 +125,29 @@ def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], blo
 
 
 @_intrinsic
-def unpack_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, out: Any) -> Any:
-    """Write one row in split layout, zeros up to a multiple of 32 columns."""
+def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step: Any) -> Any:
+    """Write one row in split layout, zeros up to a multiple of 32 columns, a block every `step` bytes."""
     if not _literals(form):
         return None
     decoder = FORMATS[form.literal_value]
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, scale, columns, out = args[1:]
+        weight, columns, out, step = args[1:]
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
 
-        def write(pair: Any, block: ir.Value) -> None:
+        def put(pair: Any, block: ir.Value) -> None:
             for parity in (0, 1):
-                where = builder.add(_at(builder, out, block, _SPLIT_BLOCK_BYTES), _INT(64 * parity))
-                builder.store(pair[parity], place(builder, where, F32X16), align=1)
+                write(builder, pair[parity], offset(builder, offset(builder, out, block, step), parity, 64))
 
         with _blocks(builder, blocks) as block:
-            write(decoder.block(builder, weight, scale, block), block)
+            put(decoder.block(builder, weight, weight, block), block)
         if not isinstance(decoder, WholeBlocks):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
-                write(decoder.tail(builder, weight, blocks, rest), blocks)
+                put(decoder.tail(builder, weight, blocks, rest), blocks)
         return context.get_dummy_value()
 
-    return signature(types.void, form, *([types.intp] * 4)), codegen
+    return _signature(form, "pnpn"), codegen
 
 
 @_intrinsic
@@ -170,7 +168,7 @@ def mix_tile(
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         weight, stride, columns, count, a, step, out, out_step = args[2:]
         targets = [
-            [builder.add(_at(builder, out, i, out_step), _INT(64 * parity)) for parity in (0, 1)]
+            [offset(builder, offset(builder, out, i, out_step), parity, 64) for parity in (0, 1)]
             for i in range(m.literal_value)
         ]
         sums = [[cgutils.alloca_once(builder, F32X16) for _ in pair] for pair in targets]
@@ -180,13 +178,13 @@ def mix_tile(
 
         def mix(whole: bool) -> None:
             with _blocks(builder, count) as p:
-                row = _at(builder, weight, p, stride)
+                row = offset(builder, weight, p, stride)
                 if whole:
-                    pair = decoder.block(builder, row, _INT(0), _INT(0))
+                    pair = decoder.block(builder, row, row, _INT(0))
                 else:
                     pair = decoder.tail(builder, row, _INT(0), columns)
                 for i, both in enumerate(sums):
-                    factor = read(builder, _at(builder, _at(builder, a, i, step), p, 4), ir.FloatType())
+                    factor = read(builder, offset(builder, offset(builder, a, i, step), p, 4), ir.FloatType())
                     for parity in (0, 1):
                         _accumulate(builder, both[parity], splat(builder, factor), pair[parity])
 
@@ -200,10 +198,10 @@ def mix_tile(
                     mix(False)
         for i, pair in enumerate(targets):
             for parity in (0, 1):
-                builder.store(builder.load(sums[i][parity]), place(builder, pair[parity], F32X16), align=1)
+                write(builder, builder.load(sums[i][parity]), pair[parity])
         return context.get_dummy_value()
 
-    return signature(types.void, form, m, *([types.intp] * 8)), codegen
+    return _signature(form, m, "pnnnpnpn"), codegen
 
 
 @_intrinsic
@@ -222,15 +220,15 @@ def largest_byte_less_two(typing: Any, start: Any, length: Any) -> Any:
             builder.store(builder.select(more, bytes_less_two, known), largest)
 
         with _blocks(builder, builder.sdiv(length, _INT(64))) as block:
-            look(_at(builder, start, block, 64))
+            look(offset(builder, start, block, 64))
         with builder.if_then(builder.icmp_signed(">", builder.srem(length, _INT(64)), _INT(0))):
             rest = builder.srem(length, _INT(64))
-            buffer = cgutils.alloca_once_value(builder, ir.Constant(wide, [2] * 64))
+            buffer = cgutils.alloca_once(builder, wide)
             builder.store(ir.Constant(wide, [2] * 64), buffer)
-            source = place(builder, builder.sub(builder.add(start, length), rest), byte)
-            cgutils.raw_memcpy(builder, builder.bitcast(buffer, byte.as_pointer()), source, rest, 1)
-            look(builder.ptrtoint(buffer, _INT))
+            at = builder.bitcast(buffer, BYTES)
+            cgutils.raw_memcpy(builder, at, offset(builder, start, builder.sub(length, rest)), rest, 1)
+            look(at)
         result = call(builder, "llvm.vector.reduce.umax.v64i8", byte, builder.load(largest))
         return builder.zext(result, _INT)
 
-    return signature(types.intp, types.intp, types.intp), codegen
+    return signature(types.intp, pointer_type, types.intp), codegen
