@@ -444,7 +444,7 @@ def test_an_interrupted_record_is_an_error(cli: Command, tiny: Path, monkeypatch
     monkeypatch.setattr(Interrupts, "cancelled", lambda self: True)
     outcome = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--json")
     assert outcome.status == 130
-    assert outcome.record["error"]["code"] == "interrupted"
+    assert outcome.record["error"] == {"code": "interrupted", "message": "stopped while loading, as asked"}
 
 
 def test_the_second_signal_is_not_caught() -> None:
