@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from golden.cases import BACKENDS, Case, digest, run, save
 from runtime.generate import Engine, embedded_model
 from runtime.text.chat import render
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 import shapes
+import trajectory
 
 RAW = (
     "The capital of France is",
@@ -40,8 +39,8 @@ EMBEDDED_HOW = (
 )
 
 SYNTHETIC_HOW = (
-    "Synthetic checkpoints by conformance/shapes.py with its seeds, greedy; prompt ids from "
-    "numpy.random.default_rng(7) below the vocabulary size. Made by `python -m golden.make` on the reference and cpu "
+    "Synthetic checkpoints by conformance/shapes.py with its seeds, greedy; the prompt of "
+    "conformance/trajectory.py, whole and its first half. Made by `python -m golden.make` on the reference and cpu "
     "backends, which agreed on every token."
 )
 
@@ -85,8 +84,8 @@ def synthetic() -> None:
             path = Path(directory) / name
             shapes.write_checkpoint(name, seed, path)
             vocab_size = shapes.config(name)["text_config"]["vocab_size"]
-            ids = np.random.default_rng(7).integers(0, vocab_size, 24).tolist()
-            made += make_cases(name, path, [("short", ids[:12], 8), ("long", ids, 48)])
+            ids = trajectory.make_prompt(seed, vocab_size).tolist()
+            made += make_cases(name, path, [("short", ids[:12], 8), ("long", ids, trajectory.GREEDY)])
             print(f"{name}: {made[-1].token_ids}")
     save("synthetic", SYNTHETIC_HOW, made)
 
