@@ -18,6 +18,7 @@ import numpy.typing as npt
 from runtime.checkpoint.mxfp4 import PackedExpert, check_scales
 from runtime.errors import UsageError
 from runtime.ops.kernels import attention, jit, matrices, rows
+from runtime.ops.kernels.matrices import BAND
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -44,13 +45,10 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """A packed expert where it was given, and the addresses of its parts."""
+    """A packed expert where it was given, and the addresses of codes and scales of w1, w2, w3."""
 
     packed: PackedExpert
-    up_places: npt.NDArray[np.intp]
-    down: int
-    down_scale: int
-    width: int
+    places: tuple[tuple[int, int], ...]
     edge: bool
 
 
@@ -131,7 +129,7 @@ class CpuOps:
         if edge:
             for name, scale in zip(("w1", "w2", "w3"), scales, strict=True):
                 check_scales(scale, f"{name}.weight_scale")
-        return Expert(packed, np.array([w1, s1, w3, s3], np.intp), w2, s2, len(packed.w1_packed), edge)
+        return Expert(packed, ((w1, s1), (w2, s2), (w3, s3)), edge)
 
     # -- rows -------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class CpuOps:
         out = np.empty((len(x), count), np.float32)
         call = matrices.linear_bf16 if weight.bf16 else matrices.linear_f32
         work = weight.array.nbytes * (1 + len(x) // 4)
-        self._split(work, count, 8, lambda first, last: call(x, weight.place, out, first, last))
+        self._split(work, count, BAND, lambda first, last: call(x, weight.place, out, first, last))
         return out
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
@@ -253,18 +251,22 @@ class CpuOps:
     def expert_mlp(self, z: Floats, expert: Expert, beta: float, linear_beta: float | None) -> Floats:
         if expert.edge and len(z) > 1:
             return np.concatenate([self.expert_mlp(row[None], expert, beta, linear_beta) for row in z])
-        hidden, out = np.empty((len(z), expert.width), np.float32), np.empty_like(z)
-        squash = linear_beta or 0.0
+        width = len(expert.packed.w1_packed)
+        g, u = (np.empty((len(z), width), np.float32) for _ in range(2))
+        out = np.empty_like(z)
+        (w1, s1), (w2, s2), (w3, s3) = expert.places
 
         def up(first: int, last: int) -> None:
-            matrices.expert_up(z, expert.up_places, expert.edge, beta, squash, hidden, first, last)
+            matrices.linear_mxfp4(z, w1, s1, expert.edge, g, first, last)
+            matrices.linear_mxfp4(z, w3, s3, expert.edge, u, first, last)
 
         def down(first: int, last: int) -> None:
-            matrices.expert_down(hidden, expert.down, expert.down_scale, expert.edge, out, first, last)
+            matrices.linear_mxfp4(hidden, w2, s2, expert.edge, out, first, last)
 
         work = expert.packed.w2_packed.nbytes * (2 + len(z))
-        self._split(2 * work, expert.width, 16, up)
-        self._split(work, z.shape[1], 16, down)
+        self._split(2 * work, width, BAND, up)
+        hidden = self.situ(g, u, beta, linear_beta)
+        self._split(work, z.shape[1], BAND, down)
         return out
 
     def combine(self, outputs: Mapping[int, Floats], ids: npt.NDArray[np.int64], weights: Floats) -> Floats:

@@ -10,7 +10,7 @@ from runtime.ops.kernels.elementary import exp
 from runtime.ops.kernels.formats import BF16, F32, SPLIT
 from runtime.ops.kernels.jit import inline, kernel
 from runtime.ops.kernels.lanes import Address, address, fma, get, hold, lanes, load, pointer, store, total
-from runtime.ops.kernels.matrices import bf16_panel, f32_panel, padded, panel_rows, split_matrix
+from runtime.ops.kernels.matrices import bf16_row, f32_row, padded, panel_rows, split_matrix
 from runtime.ops.kernels.rows import zero
 from runtime.ops.kernels.tiles import mix_tile, unpack_row
 
@@ -168,9 +168,9 @@ def latent_attention(
                 values = weights + (start + h) * head_bytes + (2 if bf16 else 4) * rank * nope
                 to = address(out) + 4 * (t * heads + start + h) * n_v
                 if bf16:
-                    bf16_panel(values, 2 * rank, values, n_v, rank, c, to, 0)
+                    bf16_row(values, 2 * rank, values, n_v, rank, c, to)
                 else:
-                    f32_panel(values, 4 * rank, values, n_v, rank, c, to, 0)
+                    f32_row(values, 4 * rank, values, n_v, rank, c, to)
     hold(queries)
     hold(mixed)
     hold(scores)

@@ -32,36 +32,39 @@ from numba.core.registry import cpu_target
 Report = Callable[[int, int], None]
 """Called as report(kernels ready, kernels in all)."""
 
-_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-_SOURCES.update(repr((numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)).encode())
+_SOURCES = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
+_VERSIONS = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
 _KERNELS: list[tuple[Any, str]] = []
 
 
 class _KernelFiles:
-    """One file per compiled kernel, `NAME-KEY.nbc`; takes the place of Numba's index and data files."""
+    """One file per compiled kernel, `SOURCES-KEY.kernel`; takes the place of Numba's index and data files."""
 
     def __init__(self, directory: str, name: str) -> None:
-        self._directory, self._name = directory, name
+        self._directory, self._name = Path(directory), name
 
-    def _path(self, key: object) -> str:
-        digest = hashlib.sha256(_SOURCES.digest() + repr(key).encode()).hexdigest()
-        return os.path.join(self._directory, f"{self._name}-{digest[:24]}.nbc")
+    def _path(self, key: object) -> Path:
+        digest = hashlib.sha256(repr((self._name, key, _VERSIONS)).encode()).hexdigest()
+        return self._directory / f"{_SOURCES[:12]}-{digest[:24]}.kernel"
 
     def load(self, key: object) -> Any:
         """What `save` kept under `key`, or None; a damaged file counts as none."""
-        try:
-            data = Path(self._path(key)).read_bytes()
+        with contextlib.suppress(OSError):
+            data = self._path(key).read_bytes()
             if hashlib.sha256(data[32:]).digest() == data[:32]:
                 return pickle.loads(data[32:])
-        except OSError:
-            pass
         return None
 
     def save(self, key: object, data: object) -> None:
-        """Keep `data` under `key`. A full or read-only disk costs the next process time, nothing else."""
+        """Keep `data` under `key`, drop what older sources left. A full disk costs the next process time, no more."""
         content = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(OSError):
-            handle, temporary = tempfile.mkstemp(dir=self._directory, prefix=self._name)
+            for old in self._directory.glob("*-*.kernel"):
+                if not old.name.startswith(_SOURCES[:12]):
+                    old.unlink(missing_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._directory)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(hashlib.sha256(content).digest() + content)
@@ -73,7 +76,7 @@ class _KernelFiles:
 class _KernelCache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file: Any = _KernelFiles(self.cache_path, self._impl.filename_base)
+        self._cache_file: Any = _KernelFiles(self.cache_path, f"{function.__module__}.{function.__qualname__}")
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -91,11 +94,11 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
 def inline(function: Callable[..., Any]) -> Any:
     """A helper of kernels, compiled into each of them."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    return numba.njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
 def build(report: Report | None = None) -> None:
-    """Compile or load every declared kernel. The first time takes a good part of a minute."""
+    """Compile every declared kernel, which takes some ten seconds, or load it, which takes a fraction of one."""
     for done, (dispatcher, signature) in enumerate(_KERNELS, 1):
         if not dispatcher.signatures:
             dispatcher.compile(signature)

@@ -273,9 +273,11 @@ class _PointerAdd(AbstractTemplate):
         return signature(pointer_type, pointer_type, types.intp) if fits else None
 
 
-@lower_builtin(operator.add, Pointer, types.Integer)
 def _pointer_add(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
     return builder.gep(args[0], [args[1]])
+
+
+lower_builtin(operator.add, Pointer, types.Integer)(_pointer_add)
 
 
 @intrinsic

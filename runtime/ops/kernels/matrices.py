@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.ops.kernels.elementary import situ
 from runtime.ops.kernels.formats import BF16, F32, MXFP4, MXFP4_EDGE, SPLIT
 from runtime.ops.kernels.jit import VECTORS, inline, kernel
-from runtime.ops.kernels.lanes import Address, address, hold, load, pointer, store
+from runtime.ops.kernels.lanes import Address, address, hold, pointer
 from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row
 
 _TILES: dict[str, dict[int, tuple[int, int, int, int]]] = {
@@ -56,29 +55,27 @@ def pack(x: Address, rows: int, columns: int, out: Address) -> None:
         r += wide
 
 
-def _panel(form: int, r: int) -> Any:
-    """panel(...): `count` weight rows times a panel of r rows."""
+def _tiles(form: int, r: int) -> Any:
+    """tiles(...): weight rows times a panel of r rows, as many as make whole tiles; returns how many those are."""
     n = WEIGHT_ROWS[form][(8, 4, 2, 1).index(r)]
 
     @inline
-    def panel(
+    def tiles(
         weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, out: Address, step: int
-    ) -> None:
-        groups = columns // 32
+    ) -> int:
         i = 0
         while i + n <= count:
-            dot_tile(form, n, r, weight + i * stride, stride, scale + i * groups, columns, x, out + 4 * i, step)
+            w, s = weight + i * stride, scale + i * (columns // 32)
+            dot_tile(form, n, r, w, stride, s, columns, x, 128 * r, out + 4 * i, step)
             i += n
-        while i < count:
-            dot_tile(form, 1, r, weight + i * stride, stride, scale + i * groups, columns, x, out + 4 * i, step)
-            i += 1
+        return i
 
-    return panel
+    return tiles
 
 
 def _matrix(form: int) -> Any:
     """matrix(...): `count` weight rows of a format times any number of rows in panels: out[r, n]."""
-    widest, panel4, panel2, panel1 = _panel(form, WIDEST), _panel(form, 4), _panel(form, 2), _panel(form, 1)
+    widest, tiles4, tiles2, tiles1 = _tiles(form, WIDEST), _tiles(form, 4), _tiles(form, 2), _tiles(form, 1)
 
     @inline
     def matrix(
@@ -92,31 +89,50 @@ def _matrix(form: int) -> Any:
         out: Address,
         step: int,
     ) -> None:
+        groups = columns // 32
         for first in range(0, count, BAND):
             here = min(BAND, count - first)
-            w, s, to = weight + first * stride, scale + first * (columns // 32), out + 4 * first
+            w, s, to = weight + first * stride, scale + first * groups, out + 4 * first
             r = 0
             while r < rows:
                 wide = panel_rows(rows - r)
-                at, result = x + 4 * r * padded(columns), to + r * step
+                panel, result = x + 4 * r * padded(columns), to + r * step
                 if wide == WIDEST:
-                    widest(w, stride, s, here, columns, at, result, step)
+                    done = widest(w, stride, s, here, columns, panel, result, step)
                 elif WIDEST > 4 and wide == 4:
-                    panel4(w, stride, s, here, columns, at, result, step)
+                    done = tiles4(w, stride, s, here, columns, panel, result, step)
                 elif wide == 2:
-                    panel2(w, stride, s, here, columns, at, result, step)
+                    done = tiles2(w, stride, s, here, columns, panel, result, step)
                 else:
-                    panel1(w, stride, s, here, columns, at, result, step)
+                    done = tiles1(w, stride, s, here, columns, panel, result, step)
+                for i in range(done, here):
+                    for j in range(wide):
+                        at, cell = panel + 128 * j, result + j * step + 4 * i
+                        dot_tile(form, 1, 1, w + i * stride, 0, s + i * groups, columns, at, 128 * wide, cell, 0)
                 r += wide
 
     return matrix
+
+
+def _row(form: int) -> Any:
+    """row(...): `count` weight rows of a format times one row in split layout."""
+    tiles1 = _tiles(form, 1)
+
+    @inline
+    def row(weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, out: Address) -> None:
+        done = tiles1(weight, stride, scale, count, columns, x, out, 0)
+        for i in range(done, count):
+            w, s = weight + i * stride, scale + i * (columns // 32)
+            dot_tile(form, 1, 1, w, stride, s, columns, x, 128, out + 4 * i, 0)
+
+    return row
 
 
 bf16_matrix = _matrix(BF16)
 f32_matrix = _matrix(F32)
 split_matrix = _matrix(SPLIT)
 mxfp4_matrix = _matrix(MXFP4)
-bf16_panel, f32_panel, edge_panel = _panel(BF16, 1), _panel(F32, 1), _panel(MXFP4_EDGE, 1)
+bf16_row, f32_row, edge_row = _row(BF16), _row(F32), _row(MXFP4_EDGE)
 
 
 @kernel("void(float32[:,::1], intp, float32[:,::1], intp, intp)")
@@ -143,60 +159,18 @@ def linear_f32(x: Any, weight: int, out: Any, first: int, last: int) -> None:
     hold(split)
 
 
-@inline
-def expert_matrix(
-    weight: Address,
-    scale: Address,
-    edge: bool,
-    count: int,
-    columns: int,
-    x: Address,
-    rows: int,
-    out: Address,
-    step: int,
-) -> None:
-    """`count` MXFP4 rows times rows in panels; one row at a time where scales lie outside 2 to 252."""
-    if edge:
-        edge_panel(weight, columns // 2, scale, count, columns, x, out, step)
-    else:
-        mxfp4_matrix(weight, columns // 2, scale, count, columns, x, rows, out, step)
-
-
-@kernel("void(float32[:,::1], intp[::1], boolean, float64, float64, float32[:,::1], intp, intp)")
-def expert_up(
-    z: Any, places: Any, edge: bool, beta: float, linear_beta: float, hidden: Any, first: int, last: int
-) -> None:
-    """hidden[:, first:last] = SiTU(z · w1ᵀ, z · w3ᵀ); places: addresses of w1, its scales, w3, its scales."""
-    rows, columns = z.shape
-    count = last - first
-    split = np.empty(rows * columns, np.float32)
-    pack(address(z), rows, columns, address(split))
-    both = np.empty((2, rows, count), np.float32)
-    for i in range(2):
-        weight = pointer(places[2 * i]) + first * columns // 2
-        scale = pointer(places[2 * i + 1]) + first * (columns // 32)
-        out = address(both) + 4 * i * rows * count
-        expert_matrix(weight, scale, edge, count, columns, address(split), rows, out, 4 * count)
-    hold(split)
-    for r in range(rows):
-        g = address(both) + 4 * r * count
-        u = g + 4 * rows * count
-        out = address(hidden) + 4 * (r * hidden.shape[1] + first)
-        for i in range(0, count, 16):
-            n = count - i
-            store(out + 4 * i, n, situ(load(g + 4 * i, n), load(u + 4 * i, n), beta, linear_beta))
-    hold(both)
-
-
 @kernel("void(float32[:,::1], intp, intp, boolean, float32[:,::1], intp, intp)")
-def expert_down(hidden: Any, weight: int, scale: int, edge: bool, out: Any, first: int, last: int) -> None:
-    """out[:, first:last] = hidden · w2ᵀ."""
-    rows, columns = hidden.shape
+def linear_mxfp4(x: Any, weight: int, scale: int, edge: bool, out: Any, first: int, last: int) -> None:
+    """The same for an MXFP4 matrix; `edge`: with scale bytes outside 2 to 252, then x has one row."""
+    rows, columns = x.shape
     split = np.empty(rows * columns, np.float32)
-    pack(address(hidden), rows, columns, address(split))
+    pack(address(x), rows, columns, address(split))
     w, s = pointer(weight) + first * columns // 2, pointer(scale) + first * (columns // 32)
-    start, step = address(out) + 4 * first, 4 * out.shape[1]
-    expert_matrix(w, s, edge, last - first, columns, address(split), rows, start, step)
+    start, step, count = address(out) + 4 * first, 4 * out.shape[1], last - first
+    if edge:
+        edge_row(w, columns // 2, s, count, columns, address(split), start)
+    else:
+        mxfp4_matrix(w, columns // 2, s, count, columns, address(split), rows, start, step)
     hold(split)
 
 

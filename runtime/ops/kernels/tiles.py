@@ -58,29 +58,16 @@ def _blocks(builder: ir.IRBuilder, count: ir.Value) -> Iterator[ir.Value]:
         yield loop.index
 
 
-def _x_pair(builder: ir.IRBuilder, row: ir.Value, block: ir.Value, rows: int, parity: int) -> ir.Value:
-    return read(builder, offset(builder, offset(builder, row, block, rows * _SPLIT_BLOCK_BYTES), parity, 64), F32X16)
-
-
 @_intrinsic
 def dot_tile(
-    typing: Any,
-    form: Any,
-    n: Any,
-    r: Any,
-    weight: Any,
-    stride: Any,
-    scale: Any,
-    columns: Any,
-    x: Any,
-    out: Any,
-    step: Any,
-) -> Any:
+    typing: Any, form: Any, n: Any, r: Any, weight: Any, stride: Any, scale: Any, columns: Any, x: Any, x_step: Any,
+    out: Any, step: Any,
+) -> Any:  # fmt: skip
     """n weight rows times r activation rows: out[r, n].
 
-    weight: address of the first row, the next one `stride` bytes behind; scale: address of its scales, one byte per
-    block. x: address of a panel: the first block of each of the r rows in split layout, then the second of each, and so
-    on. out: address, the next row of results `step` bytes behind.
+    weight: the first row, the next one `stride` bytes behind; scale: its scales, one byte per block of 32 columns.
+    x: the first block of each of the r rows in split layout; `x_step` bytes behind, their second blocks; and so on.
+    out: the next row of results `step` bytes behind.
     """
     if not _literals(form, n, r):
         return None
@@ -88,7 +75,7 @@ def dot_tile(
     rows, activations = n.literal_value, r.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, stride, scale, columns, x, out, step = args[3:]
+        weight, stride, scale, columns, x, x_step, out, step = args[3:]
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
         w_rows = [offset(builder, weight, i, stride) for i in range(rows)]
@@ -100,7 +87,7 @@ def dot_tile(
             factors = _factors(builder, decoder, scales, block)
             for parity in (0, 1):
                 for j, x_row in enumerate(x_rows):
-                    value = _x_pair(builder, x_row, block, activations, parity)
+                    value = read(builder, offset(builder, offset(builder, x_row, block, x_step), parity, 64), F32X16)
                     for i, pair in enumerate(pairs):
                         scaled = builder.fmul(value, factors[i]) if factors else value
                         _accumulate(builder, sums[j * rows + i], pair[parity], scaled)
@@ -116,7 +103,7 @@ def dot_tile(
                 write(builder, result, offset(builder, offset(builder, out, j, step), i, 4))
         return context.get_dummy_value()
 
-    return _signature(form, n, r, "pnpnppn"), codegen
+    return _signature(form, n, r, "pnpnpnpn"), codegen
 
 
 def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], block: ir.Value) -> list[ir.Value]:
