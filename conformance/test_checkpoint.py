@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from runtime.checkpoint.inventory import (
     layer_inventory,
     released_name,
 )
+from runtime.checkpoint.survey import ExpertTable
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError, StorageError
 from runtime.setup.shapes import shape_config
@@ -255,6 +257,15 @@ def test_scattered_tensors_take_six_reads(original: Path, copy: Path) -> None:
         assert scattered.reads == before + 6
 
 
+def test_tensors_of_two_files_are_no_run() -> None:
+    table = ExpertTable(ModelConfig.from_dict(CONFIG))
+    ends = np.cumsum([spec.nbytes for spec in table.specs])
+    table.offset[:] = ends - [spec.nbytes for spec in table.specs]
+    assert table.one_run().all()
+    table.shard[1, 3, 4:] = 1
+    assert np.argwhere(~table.one_run()).tolist() == [[1, 3]]
+
+
 def test_partial_reads_are_continued(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoint.open(original) as checkpoint:
         whole = [part.copy() for part in checkpoint.read_expert(1, 0)]
@@ -287,6 +298,22 @@ def test_scale_255_is_refused_with_layer_expert_and_tensor(copy: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"layer 3 expert 1, {name}: scale byte 255"):
             checkpoint.read_expert(3, 1)
         assert checkpoint.read_expert(3, 1, check=False).w2_scale[-1, -1] == 255
+
+
+def test_a_file_being_read_stays_open(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint.open(original) as checkpoint:
+        checkpoint._files.limit = 1
+        preadv, during = os.preadv, iter([(2, 0), (3, 0)])
+
+        def read_others_first(fd: int, views: list[Any], offset: int) -> int:
+            for other in during:
+                checkpoint.read_expert(*other)
+            return preadv(fd, views, offset)
+
+        wanted = checkpoint.read_expert(1, 0)
+        monkeypatch.setattr(os, "preadv", read_others_first)
+        assert all(map(np.array_equal, checkpoint.read_expert(1, 0), wanted))
+        assert len(checkpoint._files) == 1
 
 
 def test_threads_share_few_descriptors(original: Path) -> None:
@@ -613,6 +640,17 @@ def test_the_index_reads_the_same_in_any_blocks(tmp_path: Path, block: int) -> N
         assert dict(read_weight_map(tmp_path / INDEX, block)) == pairs
     (tmp_path / INDEX).write_text('{"weight_map" : { }}')
     assert list(read_weight_map(tmp_path / INDEX, block)) == []
+
+
+def test_the_index_is_never_held_whole(tmp_path: Path) -> None:
+    pairs = {f"{expert_prefix(1, expert)}w1.weight_scale": "model.safetensors" for expert in range(20_000)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": pairs}))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_weight_map(tmp_path / INDEX, 1 << 14)) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
 
 
 # -- at the released size -------------------------------------------------------------------------------------------

@@ -226,14 +226,15 @@ def test_any_number_of_layers_makes_a_model(shape: str, layers: int) -> None:
     assert config.num_hidden_layers == layers
 
 
-def test_an_explicit_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad_a_log", [False, True])
+def test_an_explicit_config(tmp_path: Path, pad_a_log: bool) -> None:
     text = dict(shape_config("tiny")["text_config"])
     kda = text.pop("linear_attn_config") | layer_lists(3, period=3) | {"num_heads": 12, "head_dim": 8}
     kda |= {"gate_lower_bound": None, "use_full_rank_gate": False, "short_conv_kernel_size": 3}
     text |= {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_token": 1, "attn_res_block_size": 2}
     text |= {"q_lora_rank": None, "hidden_size": 72, "vocab_size": 300, "latent_moe_use_norm": False}
     config = nest(text, kda)
-    write_checkpoint(config, tmp_path / "odd", pad_a_log=False)
+    write_checkpoint(config, tmp_path / "odd", pad_a_log=pad_a_log)  # more heads than channels: nothing to pad
     with Checkpoint.open(tmp_path / "odd") as checkpoint:
         assert checkpoint.config == ModelConfig.from_dict(config)
         assert checkpoint.config.is_snapshot(2)
@@ -309,6 +310,7 @@ def test_an_interrupt_while_naming_leaves_nothing(tmp_path: Path, monkeypatch: p
     rename = Path.rename
 
     def interrupt(self: Path, target: Path) -> Path:
+        assert not (tmp_path / "out" / "config.json").exists()  # it comes last: without it nothing is a checkpoint
         if "00007" in self.name:
             raise KeyboardInterrupt
         return rename(self, target)
