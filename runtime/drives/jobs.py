@@ -158,10 +158,11 @@ class Policy:
     """Good reads in a row after which the back-off is the shortest again."""
     lost_after_checks: int = 2
     """Failed checks in a row after which a drive counts as gone and jobs stop waiting for it."""
-    check_bytes: int = 4 * MIB
-    check_timeout_s: float = 2.0
+    check_bytes: int = 2 * MIB
+    check_timeout_s: float = 5.0
+    """A drive slower than check_bytes / check_timeout_s, 0.4 MB/s, is as good as none."""
     check_after_s: float = 2.0
-    """A drive that has read nothing for this long is checked when demand comes, so that its rate is not stale."""
+    """A drive that has read nothing for this long is checked when work comes of which it gets nothing."""
     max_demand_jobs: int = 4096
     max_prefetch_jobs: int = 512
     max_tries: int = 3

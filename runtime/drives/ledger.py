@@ -1,16 +1,23 @@
-"""What the scheduler remembers: drives, reads in flight, jobs, and the bytes not yet started.
+"""What the scheduler remembers: drives, reads in flight, jobs and their leases. Nothing here decides anything.
 
-All accounting of reads goes through three methods of `DriveLedger`, `begin`, `hang` and `end`, so that nothing can be
-counted in and not out. `audit` recounts everything from the reads themselves. Nothing here decides anything.
+All accounting of reads goes through three methods of `DriveLedger`: `begin`, `hang` and `end`. What they count in
+they count out, on every path, and `Scheduler.audit` recounts it from the reads themselves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from runtime.drives.jobs import DriveSpec, Fault, Job, Kind, Piece, Policy, Priority, Slice, Span
 from runtime.drives.rates import LearnedRate, Uplink
+
+if TYPE_CHECKING:
+    from runtime.drives.board import BytePool
+
+RATE_UNKNOWN = 1e9
+"""Bytes/s of a drive nobody has measured. It gets no work before it was, so the number only has to be positive."""
 
 
 class Health(Enum):
@@ -24,7 +31,7 @@ class Health(Enum):
 
 @dataclass(slots=True)
 class Totals:
-    """Counts of one drive since the start. Bytes are those of reads that ended well, useful or not."""
+    """Counts of one drive since the start. Bytes are those of reads that ended well; wasted ones were not published."""
 
     reads: int = 0
     bytes: int = 0
@@ -38,42 +45,12 @@ class Totals:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
-    """A slice in flight."""
-
-    slice: Slice
-    attempt: Attempt
-    drive: DriveLedger
-    started: float
-    deadline: float
-    give_up: float
-    prefetch: bool
-    hung: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One lease and the reads that fill it. A job has one attempt, or more when reads of the first are late.
-
-    `todo` has the (start, length) pieces not yet started. A dead attempt waits for its reads to end, no more.
-    """
-
-    work: Work
-    kind: Kind
-    todo: list[tuple[int, int]]
-    lease: int | None = None
-    origin: int = 0
-    reads: int = 0
-    landed: int = 0
-    dead: bool = False
-    pool: BytePool | None = None
-    pieces: list[Piece] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class Work:
-    """A live job. `holders` has a bit for every drive whose copy is not given up; `rivals` are late attempts that
-    may still come in first."""
+    """A live job.
+
+    holders: a bit for every drive whose copy is not given up. attempt: the one that reads what has not started;
+    rivals: earlier ones with a late read, which may still come in first. one_phase: any holder fits any lease.
+    """
 
     job: Job
     spans: dict[int, Span]
@@ -87,55 +64,49 @@ class Work:
     reasons: list[tuple[str, Fault, str]] = field(default_factory=list)
 
 
-class BytePool:
-    """Bytes not yet started that the same drives can serve, at one barrier; the plan's quotas in bytes per drive."""
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One lease and the reads that fill it.
 
-    __slots__ = ("fresh", "mask", "members", "nbytes", "partial", "quota")
+    todo: the (start, length) pieces not yet started; they lie in `pool` unless no drive can serve them now.
+    origin: file offset that byte 0 of the lease is congruent to. dead: it only waits for its reads to end.
+    """
 
-    def __init__(self, mask: int) -> None:
-        self.mask = mask
-        self.members = tuple(d for d in range(mask.bit_length()) if mask >> d & 1)
-        self.nbytes = 0
-        self.quota: dict[int, float] = {}
-        self.partial: dict[Attempt, None] = {}
-        self.fresh: dict[Attempt, None] = {}
+    work: Work
+    kind: Kind
+    todo: list[tuple[int, int]]
+    lease: int | None = None
+    origin: int = 0
+    reads: int = 0
+    landed: int = 0
+    dead: bool = False
+    pool: BytePool | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def unstarted(self) -> int:
+        """Bytes that no read has been started for."""
+        return sum(length for _, length in self.todo)
+
+    def fits(self, drive: DriveLedger) -> bool:
+        """Can the drive read straight into the lease?"""
+        if self.work.one_phase or self.lease is None:
+            return True
+        return (self.work.spans[drive.index].offset - self.origin) % drive.alignment == 0
 
 
-class BarrierQueue:
-    """The bytes not yet started of one barrier and priority, scarcest first; what each drive should take of all."""
+@dataclass(slots=True, eq=False)
+class Read:
+    """A slice in flight."""
 
-    __slots__ = ("nbytes", "planned", "pools", "quota", "tag")
-
-    def __init__(self, tag: tuple[int, int]) -> None:
-        self.tag = tag
-        self.nbytes = 0
-        self.planned = False
-        self.pools: list[BytePool] = []
-        self.quota: list[float] = []
-
-    def add(self, attempt: Attempt, mask: int) -> None:
-        pool = next((p for p in self.pools if p.mask == mask), None)
-        if pool is None:
-            pool = BytePool(mask)
-            self.pools.append(pool)
-            self.pools.sort(key=lambda p: len(p.members))
-        (pool.partial if attempt.lease is not None else pool.fresh)[attempt] = None
-        nbytes = sum(length for _, length in attempt.todo)
-        pool.nbytes += nbytes
-        self.nbytes += nbytes
-        self.planned = False
-        attempt.pool = pool
-
-    def remove(self, attempt: Attempt) -> None:
-        pool = attempt.pool
-        assert pool is not None
-        pool.partial.pop(attempt, None)
-        pool.fresh.pop(attempt, None)
-        nbytes = sum(length for _, length in attempt.todo)
-        pool.nbytes -= nbytes
-        self.nbytes -= nbytes
-        self.planned = False
-        attempt.pool = None
+    slice: Slice
+    attempt: Attempt
+    drive: DriveLedger
+    started: float
+    deadline: float
+    prefetch: bool
+    hung: bool = False
+    give_up: float = 0.0
 
 
 class DriveLedger:
@@ -144,14 +115,18 @@ class DriveLedger:
     def __init__(self, index: int, spec: DriveSpec, policy: Policy) -> None:
         self.index, self.bit, self.spec = index, 1 << index, spec
         self.name, self.depth, self.alignment, self.latency_s = spec.name, spec.depth, spec.alignment, spec.latency_s
-        self.rate = LearnedRate(spec.rate if spec.rate is not None else 1e9, policy.rate_floor)
+        self.rate = LearnedRate(spec.rate or RATE_UNKNOWN, policy.rate_floor)
         self.uplink: Uplink | None = None
         self.totals = Totals()
+        # reads
         self.live = 0
         self.hung = 0
+        self.bounces = 0
         self.bytes_in_flight = 0
         self.free_at = 0.0
-        self.last_used = 0.0
+        self.last_used: float | None = None
+        self._rate_now = self.rate.value
+        # health
         self.health = Health.READY if spec.rate is not None else Health.NEW
         self.back_off_s = policy.back_off_s
         self.retry_at = 0.0
@@ -159,7 +134,6 @@ class DriveLedger:
         self.failed_checks = 0
         self.strikes = 0
         self.good_reads = 0
-        self._begun_at = self.rate.value
 
     @property
     def slots(self) -> int:
@@ -174,21 +148,23 @@ class DriveLedger:
         return abs(self.free_at - now) if self.live else self.latency_s
 
     def begin(self, read: Read, now: float, rate: float) -> None:
+        """The read starts, on a drive that is expected to move `rate` bytes/s."""
         nbytes = read.slice.length
         self.free_at = now + self.free_in(now) + nbytes / rate
-        self._begun_at = rate
+        self._rate_now = rate
         if not self.live:
             self.rate.busy(now)
         if self.uplink is not None:
             self.uplink.flow(now)
             self.uplink.started(self.index, nbytes, now)
         self.live += 1
+        self.bounces += read.slice.bounce
         self.bytes_in_flight += nbytes
         self.last_used = now
 
     def hang(self, read: Read, now: float) -> None:
         """The read is late: it no longer counts as work the drive will do."""
-        self._out(read, now, well=False)
+        self._leave(read, now, well=False)
         read.hung = True
         self.hung += 1
         self.totals.hung += 1
@@ -196,16 +172,16 @@ class DriveLedger:
     def end(self, read: Read, now: float, well: bool) -> bool:
         """The read has ended. True when the learned rate has changed."""
         self.last_used = now
+        self.bounces -= read.slice.bounce
         if read.hung:
             self.hung -= 1
             return False
-        return self._out(read, now, well)
+        return self._leave(read, now, well)
 
-    def _out(self, read: Read, now: float, well: bool) -> bool:
-        nbytes = read.slice.length
+    def _leave(self, read: Read, now: float, well: bool) -> bool:
+        nbytes, changed = read.slice.length, False
         self.live -= 1
         self.bytes_in_flight -= nbytes
-        changed = False
         if self.uplink is not None:
             self.uplink.flow(now)
         if well:
@@ -214,5 +190,5 @@ class DriveLedger:
             self.rate.interrupted(now, self.live > 0)
         if self.uplink is not None:
             self.uplink.ended(self.index, nbytes, now, well, self.live == 0)
-        self.free_at = min(self.free_at, now + self.bytes_in_flight / self._begun_at) if self.live else now
+        self.free_at = min(self.free_at, now + self.bytes_in_flight / self._rate_now) if self.live else now
         return changed

@@ -108,18 +108,18 @@ def _pour(pool: Pool, free: list[float], rates: Sequence[float], least: float) -
 
 
 def cut(start: int, length: int, wish: float, least: int, grain: int) -> int:
-    """How many bytes to take from the front of a piece of `length` bytes at `start` of its job, when `wish` would be best.
+    """How many bytes to take from the front of a piece of `length` bytes at `start` of its job; `wish` would be best.
 
-    The cut lies on a multiple of `grain`, and neither part is smaller than `least`; a piece that cannot be cut so is
-    taken whole.
+    The cut lies on a multiple of `grain`, not beyond `wish`, and neither part is smaller than `least`; where that
+    cannot be, the part taken is `least`, and a piece that cannot be cut at all is taken whole.
     """
-    if length < 2 * least or wish > length - least / 2:
+    if wish >= length:
         return length
     low = -(-(start + least) // grain) * grain
     high = (start + length - least) // grain * grain
     if low > high:
         return length
-    at = round((start + wish) / grain) * grain
+    at = int((start + wish) // grain) * grain
     return min(max(at, low), high) - start
 
 
