@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -23,7 +24,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.cli import main
 from runtime.commands.arguments import parse_size
 from runtime.commands.chat import Conversation
-from runtime.commands.terminal import Interrupts, printable
+from runtime.commands.terminal import Interrupts, printable, say, write
 from runtime.errors import UsageError
 from runtime.generate import Engine
 from runtime.generate.embedded import NOTE
@@ -598,8 +599,21 @@ def test_a_bad_line_ends_a_piped_conversation(start: Start, tiny: Path) -> None:
 # -- a terminal ----------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_is_never_sent_a_control_character() -> None:
+def test_control_characters_are_written_out() -> None:
     assert printable("a\x1b[31m\r\x07\x7f\x9b\n\tü") == "a\\x1b[31m\\x0d\\x07\\x7f\\x9b\n\tü"
+
+
+@pytest.mark.parametrize(("terminal", "sent"), [(True, "\\x1b[2J"), (False, "\x1b[2J")])
+def test_a_terminal_is_never_sent_a_control_character(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, sent: str
+) -> None:
+    """A pipe gets what the model said."""
+    for name, put in (("stdout", write), ("stderr", say)):
+        stream = io.StringIO()
+        stream.isatty = lambda: terminal  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, name, stream)
+        put("\x1b[2J")
+        assert stream.getvalue().rstrip("\n") == sent
 
 
 @pytest.fixture

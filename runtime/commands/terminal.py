@@ -98,8 +98,8 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Progress]:
     task = bar.add_task(what, total=None)
 
     def report(done: int, total: int) -> None:
-        bar.start()
         bar.update(task, completed=done, total=total)
+        bar.start()
 
     try:
         yield report
