@@ -83,6 +83,15 @@ def start() -> Iterator[Start]:
             process.kill()
 
 
+def read_until(fd: int, marker: bytes, seconds: float = HANGS_S) -> bytes:
+    """What appears there, up to the marker."""
+    shown, until = b"", time.monotonic() + seconds
+    while marker not in shown:
+        assert time.monotonic() < until, shown
+        shown += os.read(fd, 4096)
+    return shown
+
+
 def on(model: Path) -> list[object]:
     """Options for a checkpoint and the backend that needs no compiling."""
     return ["--model", model, "--backend", "reference"]
@@ -589,6 +598,23 @@ def test_a_message_nobody_answered_is_no_history(engine: Engine, monkeypatch: py
     assert "Paris" in talk.messages[-1]["content"]
 
 
+def test_an_interrupt_stops_the_answer_and_not_the_conversation(start: Start, tiny: Path) -> None:
+    process = start("chat", *on(tiny), "--max-new", 4000, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    shown = read_until(process.stderr.fileno(), b"expert cache")
+    while len(shown.partition(b"expert cache")[2].partition(b"\n")[2]) == 0:  # the first word of an answer
+        shown += os.read(process.stderr.fileno(), 4096)
+    process.send_signal(signal.SIGINT)
+    read_until(process.stderr.fileno(), b"(stopped)")
+    assert process.poll() is None
+    _, err = process.communicate(b"/exit\n", timeout=HANGS_S)
+    assert process.returncode == 0
+    assert b"Traceback" not in err
+
+
 def test_a_bad_line_ends_a_piped_conversation(start: Start, tiny: Path) -> None:
     process = start("chat", *on(tiny), "--max-new", 1, stdin=subprocess.PIPE)
     _, err = process.communicate(b"na\xefve\n", timeout=HANGS_S)
@@ -621,15 +647,6 @@ def terminal() -> Iterator[tuple[int, int]]:
     ours, theirs = pty.openpty()
     yield ours, theirs
     os.close(ours)
-
-
-def read_until(fd: int, marker: bytes, seconds: float = HANGS_S) -> bytes:
-    """What appears on the terminal, up to the marker."""
-    shown, until = b"", time.monotonic() + seconds
-    while marker not in shown:
-        assert time.monotonic() < until, shown
-        shown += os.read(fd, 4096)
-    return shown
 
 
 def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, int]) -> None:
