@@ -16,8 +16,9 @@ from runtime.ops.kernels.tiles import mix_tile, unpack_row
 
 SCORES_AT_ONCE = 1 << 22
 """Bound on the scores held by one call: 16 MiB, whatever the context."""
-POSITIONS_AT_ONCE = 64
-"""Cache rows that several heads read before the next ones are fetched."""
+POSITIONS = 128
+"""Positions summed in one chain; the chains are added in order. Keeps the error of a long context small, and lets all
+heads read these cache rows before the next ones are fetched."""
 
 
 @kernel(
@@ -84,7 +85,7 @@ def absorb(q: Address, kv_b: Address, bf16: bool, nope: int, rank: int, out: Add
 
 @inline
 def softmax(scores: Address, n: int, scale: float) -> Any:
-    """Replace n scores by exp(scale · score − max); returns their sum, by 16 lanes of the position."""
+    """Replace n scores by exp(scale · score − max); returns their sum: 16 lanes, POSITIONS by POSITIONS."""
     for i in range(n, (n + 15) // 16 * 16):
         store(scores + 4 * i, 1, lanes(np.float32(-np.inf)))
     largest = np.float32(-np.inf)
@@ -92,10 +93,13 @@ def softmax(scores: Address, n: int, scale: float) -> Any:
         largest = max(largest, get(scores + 4 * i))
     peak = lanes(largest) * scale
     acc = zero()
-    for i in range(0, n, 16):
-        e = exp(load(scores + 4 * i, 16) * scale - peak)
-        store(scores + 4 * i, 16, e)
-        acc = acc + e
+    for p in range(0, n, POSITIONS):
+        part = zero()
+        for i in range(p, min(p + POSITIONS, n), 16):
+            e = exp(load(scores + 4 * i, 16) * scale - peak)
+            store(scores + 4 * i, 16, e)
+            part = part + e
+        acc = acc + part
     return total(acc)
 
 
@@ -103,12 +107,12 @@ def softmax(scores: Address, n: int, scale: float) -> Any:
 def mix_latents(
     entries: Address, width: int, rank: int, n: int, scores: Address, step: int, heads: int, out: Address
 ) -> None:
-    """out[h] = Σ_p scores[h, p] · latent_p, p after p, in split layout."""
+    """out[h] = Σ_p scores[h, p] · latent_p, p after p, POSITIONS by POSITIONS, in split layout."""
     row, wide = 4 * width, 4 * padded(rank)
     for i in range(0, heads * padded(rank), 16):
         store(out + 4 * i, 16, zero())
-    for p in range(0, n, POSITIONS_AT_ONCE):
-        count = min(POSITIONS_AT_ONCE, n - p)
+    for p in range(0, n, POSITIONS):
+        count = min(POSITIONS, n - p)
         for b in range(0, padded(rank), 32):
             block = entries + row * p + 4 * b
             h = 0

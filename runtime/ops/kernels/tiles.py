@@ -4,7 +4,7 @@ Every result has its own chain of fused multiply-adds in one order, so the size 
 with it the number of rows and threads, cannot change its bits.
 
 * dot: 16 lanes; per block of 32 columns the even columns, then the odd ones; then a fixed tree over the lanes.
-* mix: per column one chain over the rows, first row first.
+* mix: per column one chain over the rows, first row first, then added to what was there.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -142,7 +142,7 @@ def mix_tile(
     typing: Any, form: Any, m: Any, weight: Any, stride: Any, columns: Any, count: Any, a: Any, step: Any, sums: Any,
     sums_step: Any,
 ) -> Any:  # fmt: skip
-    """sums[m, :32] += Σ_p a[m, p] · row_p, row after row, for one block of columns, in split layout.
+    """sums[m, :32] += (Σ_p a[m, p] · row_p, row after row) for one block of columns, in split layout.
 
     weight: address of the block in the first row, the next row `stride` bytes behind; `columns` of it are there, 32 or
     fewer. a: address of float32, the next m `step` bytes behind, p adjacent. sums: address, the next m `sums_step`
@@ -158,10 +158,7 @@ def mix_tile(
             [offset(builder, offset(builder, out, i, out_step), parity, 64) for parity in (0, 1)]
             for i in range(m.literal_value)
         ]
-        sums = [[cgutils.alloca_once(builder, F32X16) for _ in pair] for pair in targets]
-        for i, pair in enumerate(targets):
-            for parity in (0, 1):
-                builder.store(read(builder, pair[parity], F32X16), sums[i][parity])
+        sums = [_zeros(builder, 2) for _ in targets]
 
         def mix(whole: bool) -> None:
             with _blocks(builder, count) as p:
@@ -185,7 +182,8 @@ def mix_tile(
                     mix(False)
         for i, pair in enumerate(targets):
             for parity in (0, 1):
-                write(builder, builder.load(sums[i][parity]), pair[parity])
+                before = read(builder, pair[parity], F32X16)
+                write(builder, builder.fadd(before, builder.load(sums[i][parity])), pair[parity])
         return context.get_dummy_value()
 
     return _signature(form, m, "pnnnpnpn"), codegen
