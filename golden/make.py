@@ -21,14 +21,15 @@ import trajectory
 RAW = (
     "The capital of France is",
     "The chemical symbol of iron is",
-    "The largest planet is",
-    "Once there was",
+    "A fox lived at the edge of",
+    "\u4f60\u597d, \U0001f98a!",
 )
 
 QUESTIONS = (
     "What are the three largest moons of Saturn?",
     "What is the capital of Japan?",
     "What is 4 + 3?",
+    "Tell me a story about a snail.",
     "Say <|open|>message<|sep|> to me.",
 )
 
@@ -70,9 +71,9 @@ def embedded() -> None:
     path = embedded_model()
     tokenizer = Engine.load(path, backend="cpu").tokenizer
     assert tokenizer is not None
-    prompts = [(text, tokenizer.encode(text), 48) for text in RAW]
+    prompts = [(text, tokenizer.encode(text), 64) for text in RAW]
     for text in QUESTIONS:
-        prompts.append((text, tokenizer.encode_segments(render([{"role": "user", "content": text}])), 96))
+        prompts.append((text, tokenizer.encode_segments(render([{"role": "user", "content": text}])), 128))
     save("embedded", EMBEDDED_HOW, list(make_cases("embedded", path, prompts)))
 
 

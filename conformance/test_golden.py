@@ -1,0 +1,83 @@
+"""The golden runs come out again: tokens everywhere, bits where they were shown to repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shapes
+
+from golden import cases
+from runtime.generate import Engine, embedded_model
+
+EMBEDDED = cases.load("embedded")
+SYNTHETIC = cases.load("synthetic")
+
+
+def name_of(case: cases.Case) -> str:
+    return f"{case.model}: {case.name}"
+
+
+@cache
+def embedded_engine(backend: str) -> Engine:
+    return Engine.load(embedded_model(), backend=backend)
+
+
+@pytest.mark.parametrize("case", EMBEDDED, ids=name_of)
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+def test_the_embedded_default_answers_as_recorded(backend: str, case: cases.Case) -> None:
+    cases.check(embedded_engine(backend), case)
+
+
+@pytest.mark.parametrize("shape", shapes.SEEDS)
+def test_synthetic_checkpoints_answer_as_recorded(shape: str, tmp_path: Path) -> None:
+    shapes.write_checkpoint(shape, shapes.SEEDS[shape], tmp_path / shape)
+    mine = [case for case in SYNTHETIC if case.model == shape]
+    assert {case.name for case in mine} == {"short", "long"}
+    for backend in cases.BACKENDS:
+        engine = Engine.load(tmp_path / shape, backend=backend)
+        for case in mine:
+            cases.check(engine, case)
+
+
+def test_no_recorded_run_is_trivial() -> None:
+    for case in EMBEDDED + SYNTHETIC:
+        assert len(set(case.token_ids)) > 1, name_of(case)
+        assert set(case.digests) == set(cases.BACKENDS)
+
+
+needs_k3 = pytest.mark.skipif(
+    "EXPERTSTREAM_K3" not in os.environ, reason="needs the released checkpoint: set EXPERTSTREAM_K3 to its directory"
+)
+
+
+@pytest.fixture(scope="module")
+def released() -> Engine:
+    return Engine.load(os.environ["EXPERTSTREAM_K3"])
+
+
+@needs_k3
+def test_the_released_model_has_the_published_logits(released: Engine) -> None:
+    vector = json.loads((cases.HERE / "released.json").read_text())["logits"]
+    out = released.model.forward(np.array(vector["prompt_ids"]), released.model.new_state(16))
+    logits = released.ops.numpy(out)[0]
+    assert int(np.argmax(logits)) == vector["argmax"]
+    for token, value in vector["values"].items():
+        assert abs(float(logits[int(token)]) - value) <= vector["tolerance"], token
+    assert abs(float(logits.min()) - vector["min"]) <= vector["tolerance"]
+
+
+@needs_k3
+def test_the_released_model_continues_as_published(released: Engine) -> None:
+    vector = json.loads((cases.HERE / "released.json").read_text())["continuation"]
+    tokenizer = released.tokenizer
+    assert tokenizer is not None
+    prompt_ids = tokenizer.encode(vector["prompt"])
+    assert prompt_ids == vector["prompt_ids"]
+    wanted = tokenizer.encode(vector["text"])
+    steps = released.session().generate(prompt_ids, len(wanted))
+    assert tokenizer.decode([step.token_id for step in steps]) == vector["text"]
