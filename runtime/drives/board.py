@@ -119,6 +119,7 @@ class Board:
         demand. The caller starts each slice before it asks for the next.
         """
         wanted = 0
+        ahead = [0.0] * len(self._drives)  # seconds of work that earlier barriers have planned on each drive
         for queue in list(self.queues):
             if not queue.nbytes:
                 self.queues.remove(queue)
@@ -129,18 +130,20 @@ class Board:
             else:
                 free = [d for d in usable if not d.live and not d.bit & wanted]
             if free:
-                yield from self._serve(queue, free, demand, now)
-            if demand and queue.nbytes:
+                yield from self._serve(queue, free, demand, now, ahead)
+            if queue.nbytes:
                 for pool in queue.pools:
-                    wanted |= pool.mask if pool.nbytes else 0
+                    for d, share in pool.quota.items():
+                        ahead[d] += max(0.0, share) / self.rates[d]
+                    wanted |= pool.mask if demand and pool.nbytes else 0
 
     def _serve(
-        self, queue: BarrierQueue, free: list[DriveLedger], demand: bool, now: float
+        self, queue: BarrierQueue, free: list[DriveLedger], demand: bool, now: float, ahead: list[float]
     ) -> Iterator[tuple[DriveLedger, Attempt, int, int, bool]]:
         """Let the free drives take their quotas; plan anew when there is work for one that has no quota of it."""
         new_plan = not queue.planned
         if new_plan:
-            self._plan(queue, now)
+            self._plan(queue, now, ahead)
         for drive in free:
             while queue.nbytes and drive.slots > 0:
                 taken = self._slice_for(drive, queue, demand)
@@ -151,10 +154,10 @@ class Board:
                 elif new_plan or not any(p.nbytes and p.mask & drive.bit for p in queue.pools):
                     break
                 else:
-                    self._plan(queue, now)
+                    self._plan(queue, now, ahead)
                     new_plan = True
 
-    def _plan(self, queue: BarrierQueue, now: float) -> None:
+    def _plan(self, queue: BarrierQueue, now: float, ahead: list[float]) -> None:
         pools = queue.pools = [p for p in queue.pools if p.nbytes]
         if self._uplinks:
             self.rates = list(self._learned)
@@ -162,7 +165,8 @@ class Board:
             for uplink in self._uplinks:
                 for d in uplink.members & drives:
                     self.rates[d] *= uplink.factor(drives)
-        share_out(pools, [d.free_in(now) for d in self._drives], self.rates, self.policy.min_slice_bytes)
+        free_in = [d.free_in(now) + wait for d, wait in zip(self._drives, ahead, strict=True)]
+        share_out(pools, free_in, self.rates, self.policy.min_slice_bytes)
         queue.quota = [sum(p.quota.get(d.index, 0.0) for p in pools) for d in self._drives]
         queue.planned = True
 
