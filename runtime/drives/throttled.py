@@ -1,10 +1,11 @@
 """A drive behind a limit: a real device that is as slow as it is told to be, for machines with one disk.
 
 One server per drive, first come, first served: a read holds it for length / rate seconds from when the reads before
-it are through, and ends the latency after that. Time in which nobody reads is not saved up. So the bytes of any
-number of parallel readers, over the time from their first request to their last byte, never exceed the rate; a read
-that oversleeps makes it less. The real read runs meanwhile; if it takes longer than its time the real device is the
-limit, and several throttled drives over one disk share that disk.
+it are through, and ends the latency after that. Time in which nobody reads is not saved up, but for SLACK of the
+read's own time, which makes good what sleeping takes too long. So the bytes of any number of parallel readers, over
+the time from their first request to their last byte, exceed the rate by less than 1 %, whatever was before. The real
+read runs meanwhile; if it takes longer than its time the real device is the limit, and several throttled drives over
+one disk share that disk.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _RATE = re.compile(rf"{_NUMBER}\s*([kmg]i?)?b/s", re.IGNORECASE)
 _LATENCY = re.compile(rf"latency={_NUMBER}\s*(s|ms|us|µs|μs)")
+SLACK = 0.009
 FORM = "NAME=400MB/s or NAME=400MB/s,latency=0.2ms"
 
 
@@ -70,8 +72,9 @@ class ThrottledDevice:
         return self.inner.mode
 
     def read(self, file: str, offset: int, into: memoryview) -> int:
+        seconds = len(into) / self.limit.rate
         with self._lock:
-            through = self._free_at = max(self._free_at, time.monotonic()) + len(into) / self.limit.rate
+            through = self._free_at = max(self._free_at, time.monotonic() - SLACK * seconds) + seconds
         moved = self.inner.read(file, offset, into)
         _sleep_until(through + self.limit.latency_s)
         return moved
