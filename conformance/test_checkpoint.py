@@ -487,7 +487,7 @@ def test_a_spoiled_header(copy: Path, damage: str) -> None:
         read_header(path)
     assert named in str(caught.value)
     message = refused(copy)
-    assert f"damaged file: {path}" in message
+    assert f"unreadable file: {path}" in message
     assert named in message
     assert "missing" not in message  # the index says what the file would have held
 
@@ -507,7 +507,7 @@ def test_a_spoiled_header(copy: Path, damage: str) -> None:
 def test_a_file_that_is_no_safetensors(copy: Path, content: bytes, named: str) -> None:
     (copy / SHARDS[2]).write_bytes(content)
     message = refused(copy)
-    assert f"1 damaged file\n  damaged file: {copy / SHARDS[2]}" in message
+    assert f"1 unreadable file\n  unreadable file: {copy / SHARDS[2]}" in message
     assert named in message
 
 

@@ -130,7 +130,7 @@ def survey(directory: Path) -> Survey:
         try:
             header = scan(path)
         except CheckpointError as error:
-            surveyor.findings.add("damaged file", str(error))
+            surveyor.findings.add("unreadable file", str(error))
             surveyor.unread.add(path.name)
             continue
         digest.update(b"%d %d\n" % (header.file_nbytes, len(header.raw)) + header.raw)
