@@ -73,6 +73,11 @@ SMALL = Policy(
 """Limits for worlds in which every byte is looked at."""
 
 
+def worlds_tried(number: int) -> settings:
+    """The same worlds in every run; how long a run takes decides nothing."""
+    return settings(max_examples=number, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
 def job(
     key: Key,
     drives: Iterable[str],
@@ -112,6 +117,7 @@ def barrier(world: World, b: int, holders: Sequence[Sequence[str]] | None = None
 RATES = st.lists(st.floats(1e6, 1e8), min_size=1, max_size=5)
 
 
+@worlds_tried(100)
 @given(RATES, st.data(), st.floats(1e3, 1e9))
 def test_water_stands_level(rates: list[float], data: st.DataObject, nbytes: float) -> None:
     free_in = [data.draw(st.floats(0, 10)) for _ in rates]
@@ -122,14 +128,19 @@ def test_water_stands_level(rates: list[float], data: st.DataObject, nbytes: flo
     assert all(t >= max(finish) * (1 - 1e-9) for n, t in zip(shares, free_in, strict=True) if n == 0)
 
 
+@worlds_tried(100)
 @given(RATES, st.data(), st.floats(1e3, 1e8))
 def test_no_share_is_too_small_to_be_worth_a_read(rates: list[float], data: st.DataObject, nbytes: float) -> None:
     free_in = [data.draw(st.floats(0, 10)) for _ in rates]
     shares = fill(nbytes, free_in, rates, least=2e6)
     assert sum(shares) == pytest.approx(nbytes)
     assert all(n == 0 or n >= min(2e6, nbytes) for n in shares)
+    ends = max(t + n / r for n, t, r in zip(shares, free_in, rates, strict=True) if n > 0)
+    best_alone = min(t + nbytes / r for t, r in zip(free_in, rates, strict=True))
+    assert ends <= best_alone * (1 + 1e-9)
 
 
+@worlds_tried(100)
 @given(RATES, st.lists(st.tuples(st.integers(1, 31), st.integers(1, 10**9)), min_size=1, max_size=8))
 def test_bytes_with_few_holders_are_planned_within_a_hundredth_of_the_fluid_bound(
     rates: list[float], groups: list[tuple[int, int]]
@@ -147,6 +158,7 @@ def test_bytes_with_few_holders_are_planned_within_a_hundredth_of_the_fluid_boun
         assert set(pool.quota) <= set(pool.members)
 
 
+@worlds_tried(200)
 @given(st.integers(0, 20), st.integers(1, 40 * MIB), st.floats(0, 60 * MIB))
 def test_cuts_lie_on_the_grain_and_leave_no_crumbs(start: int, length: int, wish: float) -> None:
     least, grain = 2 * MIB, MIB
@@ -609,9 +621,7 @@ class DrivesInTrouble(RuleBasedStateMachine):
 
 
 TestDrivesInTrouble = DrivesInTrouble.TestCase
-TestDrivesInTrouble.settings = settings(
-    max_examples=60, stateful_step_count=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+TestDrivesInTrouble.settings = settings(worlds_tried(200), stateful_step_count=15)
 
 
 class Watched(World):
@@ -638,8 +648,8 @@ class Watched(World):
                     assert slice_ends >= 0.95 * min(free[d] for d in pool.members), f"{drive.name} idles"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(worlds(troubled=False), st.data())
+@worlds_tried(60)
 def test_no_idle_drive_leaves_work_that_would_end_sooner_there(
     built: tuple[list[VirtualDrive], list[Trouble], dict[str, float], int], data: st.DataObject
 ) -> None:
@@ -656,7 +666,7 @@ def test_no_idle_drive_leaves_work_that_would_end_sooner_there(
 
 
 @given(worlds(troubled=True))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@worlds_tried(15)
 def test_a_world_is_told_again_exactly_by_its_seed(
     built: tuple[list[VirtualDrive], list[Trouble], dict[str, float], int],
 ) -> None:
@@ -690,7 +700,7 @@ def makespan(rates: Sequence[float], prefetch: bool = False) -> tuple[float, set
 
 
 @given(FLEETS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@worlds_tried(40)
 def test_a_barrier_ends_within_a_twentieth_and_a_slice_of_the_fluid_bound(rates: list[float]) -> None:
     took, used = makespan(rates)
     a_slice = 2 * MIB / min(rates[int(d[1:])] * GB for d in used)
@@ -699,13 +709,13 @@ def test_a_barrier_ends_within_a_twentieth_and_a_slice_of_the_fluid_bound(rates:
 
 
 @given(FLEETS, st.sampled_from([0.05, 0.2, 1.0, 7.0]))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@worlds_tried(25)
 def test_adding_a_drive_never_makes_a_barrier_slower(rates: list[float], another: float) -> None:
     assert makespan([*rates, another])[0] <= 1.03 * makespan(rates)[0]
 
 
 @given(FLEETS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@worlds_tried(12)
 def test_demand_waits_for_no_more_than_one_prefetched_slice_a_drive(rates: list[float]) -> None:
     took, _ = makespan(rates, prefetch=True)
     in_the_way = [Policy().prefetch_slice_bytes / (r * GB) for r in rates]

@@ -44,12 +44,12 @@ class BarrierQueue:
 
     __slots__ = ("nbytes", "planned", "pools", "quota", "tag")
 
-    def __init__(self, tag: tuple[int, int]) -> None:
+    def __init__(self, tag: tuple[int, int], drives: int) -> None:
         self.tag = tag
         self.nbytes = 0
         self.planned = False
         self.pools: list[BytePool] = []
-        self.quota: list[float] = []
+        self.quota = [0.0] * drives
 
 
 class Board:
@@ -69,7 +69,7 @@ class Board:
         tag = (int(attempt.work.priority), attempt.work.barrier)
         queue = next((q for q in self.queues if q.tag == tag), None)
         if queue is None:
-            queue = BarrierQueue(tag)
+            queue = BarrierQueue(tag, len(self._drives))
             insort(self.queues, queue, key=lambda q: q.tag)
         pool = next((p for p in queue.pools if p.mask == mask), None)
         if pool is None:
@@ -118,24 +118,26 @@ class Board:
         Demand on every drive with a free slot, then prefetch on drives with nothing in flight that hold no unstarted
         demand. The caller starts each slice before it asks for the next.
         """
+        if any(not q.nbytes for q in self.queues):
+            self.queues = [q for q in self.queues if q.nbytes]
         wanted = 0
         ahead = [0.0] * len(self._drives)  # seconds of work that earlier barriers have planned on each drive
+        before: BarrierQueue | None = None
         for queue in list(self.queues):
-            if not queue.nbytes:
-                self.queues.remove(queue)
-                continue
             demand = queue.tag[0] == Priority.DEMAND
+            if before is not None:
+                ahead = [t + max(0.0, n) / r for t, n, r in zip(ahead, before.quota, self.rates, strict=True)]
+                if before.tag[0] == Priority.DEMAND:
+                    for pool in before.pools:
+                        wanted |= pool.mask if pool.nbytes else 0
             if demand:
-                free = [d for d in usable if d.slots > 0]
+                free = [d for d in usable if d.live < d.depth]
             else:
                 free = [d for d in usable if not d.live and not d.bit & wanted]
             if free:
                 yield from self._serve(queue, free, demand, now, ahead)
             if queue.nbytes:
-                for pool in queue.pools:
-                    for d, share in pool.quota.items():
-                        ahead[d] += max(0.0, share) / self.rates[d]
-                    wanted |= pool.mask if demand and pool.nbytes else 0
+                before = queue
 
     def _serve(
         self, queue: BarrierQueue, free: list[DriveLedger], demand: bool, now: float, ahead: list[float]
@@ -145,8 +147,8 @@ class Board:
         if new_plan:
             self._plan(queue, now, ahead)
         for drive in free:
-            while queue.nbytes and drive.slots > 0:
-                taken = self._slice_for(drive, queue, demand)
+            while queue.nbytes and drive.live < drive.depth:
+                taken = self._slice_for(drive, queue, demand, now)
                 if taken is not None:
                     yield drive, *taken
                     if not demand:
@@ -171,7 +173,7 @@ class Board:
         queue.planned = True
 
     def _slice_for(
-        self, drive: DriveLedger, queue: BarrierQueue, demand: bool
+        self, drive: DriveLedger, queue: BarrierQueue, demand: bool, now: float
     ) -> tuple[Attempt, int, int, bool] | None:
         """Take one slice of the queue off the board for the drive, if the plan has one for it."""
         least, d = self.policy.min_slice_bytes, drive.index
@@ -179,7 +181,7 @@ class Board:
             quota = pool.quota.get(d, 0.0)
             if not pool.nbytes or quota < min(least, pool.nbytes):
                 continue
-            attempt, bounce = self._choose(pool, drive, quota)
+            attempt, bounce = self._choose(pool, queue, drive, now)
             if attempt is None:
                 continue
             start, length = attempt.todo.pop()
@@ -202,18 +204,20 @@ class Board:
             return attempt, start, size, bounce
         return None
 
-    def _choose(self, pool: BytePool, drive: DriveLedger, quota: float) -> tuple[Attempt | None, bool]:
+    def _choose(
+        self, pool: BytePool, queue: BarrierQueue, drive: DriveLedger, now: float
+    ) -> tuple[Attempt | None, bool]:
         """The pool's next job for this drive, and whether it needs a bounce.
 
         One already begun if the drive fits its lease and its rest can be cut to the quota; else a fresh one; else one
-        that comes close: its rest has to be taken whole, or, as far as bounces are left, its lease does not fit.
+        whose rest has to be taken whole, unless that would end sooner elsewhere; else, as far as bounces are left,
+        one whose lease the drive does not fit.
         """
         too_long = misfit = None
         for n, attempt in enumerate(pool.partial):
-            length = attempt.todo[-1][1]
             if not attempt.fits(drive):
                 misfit = misfit or attempt
-            elif quota + self.policy.cut_bytes < length < 2 * self.policy.min_slice_bytes:
+            elif pool.quota[drive.index] < attempt.todo[-1][1] < 2 * self.policy.min_slice_bytes:
                 too_long = too_long or attempt
             else:
                 return attempt, False
@@ -221,6 +225,16 @@ class Board:
                 break
         for attempt in pool.fresh:
             return attempt, False
-        if too_long is not None or misfit is None:
+        if too_long is not None and not self._sooner_elsewhere(too_long.todo[-1][1], pool, queue, drive, now):
             return too_long, False
-        return (misfit, True) if sum(d.bounces for d in self._drives) < self.policy.max_bounces else (None, False)
+        if misfit is not None and sum(d.bounces for d in self._drives) < self.policy.max_bounces:
+            return misfit, True
+        return None, False
+
+    def _sooner_elsewhere(
+        self, nbytes: int, pool: BytePool, queue: BarrierQueue, drive: DriveLedger, now: float
+    ) -> bool:
+        """Would another drive of the pool have read these bytes, after all it should take, before this one had?"""
+        here = drive.free_in(now) + nbytes / self.rates[drive.index]
+        others = [self._drives[d] for d in pool.members if d != drive.index]
+        return any(d.free_in(now) + (queue.quota[d.index] + nbytes) / self.rates[d.index] < here for d in others)

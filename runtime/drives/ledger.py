@@ -135,11 +135,6 @@ class DriveLedger:
         self.strikes = 0
         self.good_reads = 0
 
-    @property
-    def slots(self) -> int:
-        """Reads that may be started now. Hung ones do not count: with too many of them the drive is not READY."""
-        return self.depth - self.live
-
     def free_in(self, now: float) -> float:
         """Seconds until everything in flight should have landed, or until a first byte can come when nothing is.
 

@@ -32,8 +32,8 @@ class Pool(Protocol):
 def fill(nbytes: float, free_in: Sequence[float], rates: Sequence[float], least: float = 0.0) -> list[float]:
     """Divide `nbytes` over drives that are free in `free_in` seconds so that those that take part finish together.
 
-    Returns bytes per drive. No share is in (0, least) unless `nbytes` itself is: the smallest share too small to be
-    worth a read goes to the others.
+    Returns bytes per drive. No share is in (0, least) unless `nbytes` itself is: a share too small to be worth a read
+    goes to the others.
     """
     out = [0.0] * len(rates)
     order = sorted(range(len(rates)), key=free_in.__getitem__)
@@ -47,14 +47,14 @@ def fill(nbytes: float, free_in: Sequence[float], rates: Sequence[float], least:
             ground += rates[d] * free_in[d]
             level = (nbytes + ground) / width
             used += 1
-        if used == 1:
-            out[order[0]] = nbytes
+        if used == 1 or nbytes < 2 * least:
+            out[min(range(len(rates)), key=lambda d: free_in[d] + nbytes / rates[d])] = nbytes
             return out
         taking = order[:used]
         if least:
-            smallest = min(taking, key=lambda d: rates[d] * (level - free_in[d]))
-            if rates[smallest] * (level - free_in[smallest]) < least:
-                order.remove(smallest)
+            small = [d for d in taking if rates[d] * (level - free_in[d]) < least]
+            if small:  # leave out the one whose share raises the level least when the others take it over
+                order.remove(min(small, key=lambda d: rates[d] * (level - free_in[d]) / (width - rates[d])))
                 continue
         for d in taking:
             out[d] = rates[d] * (level - free_in[d])
