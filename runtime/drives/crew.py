@@ -4,7 +4,7 @@ A crew does errands: a slice to be read to its place in memory, or a check of wh
 thread for every errand under way and makes one when it needs one; a thread that hangs in a read is simply not there
 for the next errand. Threads are daemons: nothing waits for one that hangs.
 
-`send`, `waiting`, `note` and the counts belong to the reader's lock; reading happens without it.
+`send`, `check`, `note`, `credit`, `waiting` and the counts belong to the reader's lock; reading happens without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from runtime.drives.jobs import Completed, DriveChecked, DriveSpec, Failed, Faul
 CHECK = "check"
 """The kind under which reads are counted that only look whether a drive answers."""
 SAMPLES = 4
-"""Files remembered of each drive for checks, so that a single bad file does not condemn the drive."""
+"""Files remembered of each drive for checks: of the first asked for, and of the last read well. A single bad file
+condemns no drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,21 @@ class Crew:
         self.waiting = self.checking = 0
         self._report, self._verify, self._trace = report, verify, trace
         self._errands: SimpleQueue[Errand | None] = SimpleQueue()
-        self._samples: deque[Span] = deque()
+        self._seen: list[Span] = []
+        self._read_well: deque[Span] = deque(maxlen=SAMPLES)
         self._checks = 0
 
     # --- with the reader's lock held ---
 
     def note(self, span: Span) -> None:
-        """The drive has this span: remember some, of different files, to check it with."""
-        if len(self._samples) < SAMPLES and all(span.file != s.file for s in self._samples):
-            self._samples.append(span)
+        """The drive should have this span."""
+        if len(self._seen) < SAMPLES and all(span.file != s.file for s in self._seen):
+            self._seen.append(span)
+
+    def credit(self, part: Slice) -> None:
+        """The drive has read this well."""
+        if all(part.file != s.file for s in self._read_well):
+            self._read_well.append(Span(part.drive, part.file, part.offset, part.length))
 
     def send(self, errand: Errand) -> None:
         """To a thread that waits, or to a new one."""
@@ -136,11 +143,11 @@ class Crew:
 
     def check(self, nbytes: int) -> None:
         """Every check reads another file, as far as some are known, and then another part of it."""
-        span = None
-        if self._samples:
-            whole = self._samples[self._checks % len(self._samples)]
+        span, samples = None, [*self._read_well, *self._seen]
+        if samples:
+            whole = samples[self._checks % len(samples)]
             size = min(nbytes, whole.length)
-            part = self._checks // len(self._samples) % (whole.length // size)
+            part = self._checks // len(samples) % (whole.length // size)
             span = Span(whole.drive, whole.file, whole.offset + part * size, size)
         self._checks += 1
         self.checking += 1

@@ -225,6 +225,12 @@ class Reader:
                         raise TimeoutError(f"{len(left)} jobs have not ended: {list(left)[:4]}")
             yield from ready
 
+    def poll(self, key: Key) -> Outcome | None:
+        """The outcome of a job, if it has ended; it is the caller's then. Never waits."""
+        with self._lock:
+            self._guesses.pop(key, None)
+            return self._outcomes.pop(key, None)
+
     def counts(self) -> tuple[dict[str, Counts], dict[str, Counts]]:
         """What was read so far, by drive and by kind (`demand`, `prefetch`, `check`, and what `kind_of` says)."""
         with self._lock:
@@ -472,6 +478,8 @@ class Reader:
         with self._lock:
             crew.counts.add(errand, report)
             self._kinds.setdefault(errand.kind, Counts()).add(errand, report)
+            if errand.slice is not None and report.fault is None:
+                crew.credit(errand.slice)
             crew.waiting += 1
             crew.checking -= errand.slice is None
             self._handle(report.event)
