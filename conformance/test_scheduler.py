@@ -708,6 +708,22 @@ def test_a_barrier_ends_within_a_twentieth_and_a_slice_of_the_fluid_bound(rates:
     assert bound * (1 - 1e-9) <= took <= 1.05 * bound + a_slice
 
 
+@given(FLEETS, st.integers(0, 2**16))
+@worlds_tried(25)
+def test_a_barrier_of_partial_copies_stays_near_its_fluid_bound(rates: list[float], seed: int) -> None:
+    """Every job has random holders: what only a slow drive holds bounds the barrier, and nothing else does."""
+    rng = random.Random(seed)
+    world = World([VirtualDrive(f"d{i}", r * GB) for i, r in enumerate(rates)])
+    holders = [rng.sample(range(len(rates)), rng.randint(1, len(rates))) for _ in range(TOP_K)]
+    took = barrier(world, 0, [[f"d{i}" for i in h] for h in holders])
+    held = Counter[frozenset[int]]()
+    for h in holders:
+        held[frozenset(h)] += EXPERT
+    bound = fluid_bound(held, [r * GB for r in rates])
+    a_slice = max(2 * MIB / (rates[int(r.slice.drive[1:])] * GB) for r in world.log)
+    assert bound * (1 - 1e-9) <= took <= 1.05 * bound + a_slice
+
+
 @given(FLEETS, st.sampled_from([0.05, 0.2, 1.0, 7.0]))
 @worlds_tried(25)
 def test_adding_a_drive_never_makes_a_barrier_slower(rates: list[float], another: float) -> None:

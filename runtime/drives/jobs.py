@@ -172,14 +172,16 @@ class Policy:
     max_hung_reads: int = 8
     """A drive that is back works beside this many reads that never ended."""
     max_bounces: int = 4
-    """Reads in flight that go through a buffer of the reader's, each of at most prefetch_slice_bytes."""
+    """Reads that go through a buffer of the reader, each of at most prefetch_slice_bytes; hung ones not counted."""
     rate_floor: float = 1e5
 
     def __post_init__(self) -> None:
-        if not 1 <= self.cut_bytes <= self.min_slice_bytes <= self.prefetch_slice_bytes:
-            raise ValueError("1 ≤ cut_bytes ≤ min_slice_bytes ≤ prefetch_slice_bytes does not hold")
+        if not 1 <= self.cut_bytes <= self.min_slice_bytes:
+            raise ValueError("1 ≤ cut_bytes ≤ min_slice_bytes does not hold")
         if self.min_slice_bytes % self.cut_bytes:
             raise ValueError("min_slice_bytes is not a multiple of cut_bytes")
+        if self.prefetch_slice_bytes < 2 * self.min_slice_bytes + self.cut_bytes:
+            raise ValueError("prefetch_slice_bytes is smaller than what may be impossible to cut")
         if min(self.max_bounces, self.max_tries, self.lost_after_checks) < 1:
             raise ValueError("max_bounces, max_tries and lost_after_checks are at least 1")
 

@@ -110,7 +110,10 @@ class Read:
 
 
 class DriveLedger:
-    """One drive: what is in flight on it, when it will be free, how it has behaved."""
+    """One drive: what is in flight on it, when it will be free, how it has behaved.
+
+    `live` reads are those that are expected to end; `hung` ones are late, and count for nothing else.
+    """
 
     def __init__(self, index: int, spec: DriveSpec, policy: Policy) -> None:
         self.index, self.bit, self.spec = index, 1 << index, spec
@@ -167,7 +170,6 @@ class DriveLedger:
     def end(self, read: Read, now: float, well: bool) -> bool:
         """The read has ended. True when the learned rate has changed."""
         self.last_used = now
-        self.bounces -= read.slice.bounce
         if read.hung:
             self.hung -= 1
             return False
@@ -176,6 +178,7 @@ class DriveLedger:
     def _leave(self, read: Read, now: float, well: bool) -> bool:
         nbytes, changed = read.slice.length, False
         self.live -= 1
+        self.bounces -= read.slice.bounce
         self.bytes_in_flight -= nbytes
         if self.uplink is not None:
             self.uplink.flow(now)

@@ -477,7 +477,7 @@ class Scheduler:
             assert drive.live == len(live) <= drive.depth, f"{drive.name}: reads"
             assert drive.hung == len(own) - len(live) <= self.policy.max_hung_reads + drive.depth, f"{drive.name}: hung"
             assert drive.bytes_in_flight == sum(r.slice.length for r in live), f"{drive.name}: bytes"
-            assert drive.bounces == sum(r.slice.bounce for r in own), f"{drive.name}: bounces"
+            assert drive.bounces == sum(r.slice.bounce for r in live), f"{drive.name}: bounces"
         assert sum(d.bounces for d in self._drives) <= self.policy.max_bounces
         for uplink in self._uplinks:
             assert uplink.in_flight == sum(self._drives[d].bytes_in_flight for d in uplink.members)
