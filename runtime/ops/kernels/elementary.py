@@ -1,6 +1,7 @@
 """exp, σ, tanh and softplus in float32, from multiply, add, divide, fma and integer steps alone: the same bits on
-every CPU. No libm, no tables. ±inf, NaN and subnormals come out as they should. The errors stated were found over
-all floats; coefficients are minimax fits for the interval named.
+every CPU. No libm, no tables. ±inf, NaN, −0 and subnormals come out as they should. Coefficients are minimax fits on
+the interval named, rounded to float32. Largest errors found over every 17th float, in units of the last place:
+exp 0.80, σ 1.51, tanh 1.34, softplus 1.70.
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ MAGNITUDE = 0x7FFFFFFF
 
 @inline
 def exp(x: Vector) -> Vector:
-    """eˣ = 2ⁿ eʳ with |r| ≤ ln 2 / 2 and eʳ = 1 + r + r² q(r), what rounding takes from r and 1 + r put back."""
+    """eˣ = 2ⁿ eʳ with |r| ≤ ln 2 / 2 and eʳ = 1 + r + r² q(r), what rounding takes from 1 + r put back."""
     x = where(x > 89.0, 89.0, x)  # overflows all the same
     x = where(x < -104.0, -104.0, x)  # rounds to zero all the same
     shifted = fma(x, LOG2_E, ROUND)
     n = shifted - ROUND
-    high = fma(n, -LN2_HIGH, x)
-    r = fma(n, -LN2_LOW, high)
-    lost = fma(n, -LN2_LOW, high - r)
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
     q = fma(r, 0.0013820467283949256, 0.00836925022304058)
     q = fma(q, r, 0.04166828468441963)
     q = fma(q, r, 0.16666516661643982)
     q = fma(q, r, 0.4999999403953552)
     sum1 = r + 1.0
-    y = fma(r * r, q, r - (sum1 - 1.0) + lost) + sum1
+    y = fma(r * r, q, r - (sum1 - 1.0)) + sum1
     exponent = bits(shifted) - ROUND_BITS
     half = exponent >> 1  # in two steps: 2ⁿ itself may be no normal float
     return y * floats((half + 127) << 23) * floats((exponent - half + 127) << 23)
