@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -138,6 +138,14 @@ def test_no_share_is_too_small_to_be_worth_a_read(rates: list[float], data: st.D
     ends = max(t + n / r for n, t, r in zip(shares, free_in, rates, strict=True) if n > 0)
     best_alone = min(t + nbytes / r for t, r in zip(free_in, rates, strict=True))
     assert ends <= best_alone * (1 + 1e-9)
+
+
+def test_the_drive_left_out_is_the_one_the_others_miss_least() -> None:
+    """8 MB; the fast drive is busy for 3 ms, the middle one for 2, the slow one idle: leaving out the slow one costs
+    little, leaving out the middle one, whose share is smaller, 13 %."""
+    shares = fill(8e6, [0.002, 0.003, 0.0], [5e9, 14e9, 0.5e9], least=2 * MIB)
+    assert shares[2] == 0
+    assert shares[0] > shares[1] > 2 * MIB
 
 
 @worlds_tried(100)
@@ -318,6 +326,22 @@ def test_a_suspect_drive_sits_out_for_growing_times_and_returns_after_a_check() 
     one(s.handle(Tick(), 0.8), CheckDrive)
     s.handle(DriveChecked("a", ok=True), 0.81)
     assert s.health("a") is Health.READY
+
+
+def test_a_check_that_ends_late_proves_no_more_than_that_reads_end_again() -> None:
+    s = Scheduler([DriveSpec("a", rate=GB)])
+    (part,) = starts(s.handle(Submit((job("x", "a"),)), 0.0))
+    s.handle(Failed(part.id, Fault.IO), 0.0)
+    one(s.handle(Tick(), 0.25), CheckDrive)
+    actions = s.handle(Tick(), 0.25 + s.policy.check_timeout_s)
+    assert one(actions, DriveSuspect).lost
+    assert one(actions, JobFailed).key == "x"
+    assert not any(isinstance(a, CheckDrive) for a in s.handle(Tick(), 500.0))  # one at a time
+    actions = s.handle(DriveChecked("a", ok=True, nbytes=2 * MIB, seconds=500.0), 501.0)
+    one(actions, CheckDrive)
+    assert s.health("a") is Health.LOST
+    one(s.handle(DriveChecked("a", ok=True, nbytes=2 * MIB, seconds=0.002), 501.1), DriveBack)
+    assert s.rate("a") == pytest.approx(GB, rel=0.1)
 
 
 def test_a_late_read_is_hedged_into_another_lease_and_the_first_whole_lease_wins() -> None:
@@ -724,6 +748,10 @@ def test_a_barrier_of_partial_copies_stays_near_its_fluid_bound(rates: list[floa
     assert bound * (1 - 1e-9) <= took <= 1.05 * bound + a_slice
 
 
+@example([1.0, 5.0], 0.05)  # a small rest must not go to the slow drive only because it is free
+@example([5.0, 7.0, 7.0, 7.0], 1.0)  # nor the last bytes of all
+@example([2.0, 1.0, 5.0, 2.0, 14.0], 0.2)
+@example([0.2, 0.2, 1.4], 0.05)
 @given(FLEETS, st.sampled_from([0.05, 0.2, 1.0, 7.0]))
 @worlds_tried(25)
 def test_adding_a_drive_never_makes_a_barrier_slower(rates: list[float], another: float) -> None:

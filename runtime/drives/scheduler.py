@@ -28,8 +28,8 @@ The rules.
 
 What this file does not know: files, threads, buffers, experts, and what time it is.
 
-Cost, measured on one core of a server of 2024 under load: about 15 µs an event, 0.5 ms for a barrier of 16 experts
-over four drives (35 slices).
+Cost in CPU time on one core of a busy server (CPython 3.11): about 14 µs an event, 0.5 ms for a barrier of 16 experts
+over four full mirrors (37 slices, 38 events), 0.8 ms over four partial copies, where more has to be planned.
 """
 
 from __future__ import annotations
