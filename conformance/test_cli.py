@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from runtime.generate.embedded import NOTE
 from runtime.ops import BACKENDS
 
 CAPITAL = "The capital of France is"
-HANGS_S = 900
+HANGS_S = 300
 """When a process counts as hanging, on a machine however busy."""
 
 
@@ -87,7 +88,8 @@ def read_until(fd: int, marker: bytes, seconds: float = HANGS_S) -> bytes:
     """What appears there, up to the marker."""
     shown, until = b"", time.monotonic() + seconds
     while marker not in shown:
-        assert time.monotonic() < until, shown
+        ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+        assert ready, f"{marker!r} has not come in {seconds} s, only {shown!r}"
         shown += os.read(fd, 4096)
     return shown
 
@@ -656,8 +658,11 @@ def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, i
     )
     os.close(theirs)
     read_until(ours, b"> ")
-    process.send_signal(signal.SIGINT)
-    assert b"/exit or ^D leaves" in read_until(ours, b"leaves")
+    shown = b""
+    while b"/exit or ^D leaves" not in shown:  # a signal that comes before readline waits is seen at the next one
+        process.send_signal(signal.SIGINT)
+        if select.select([ours], [], [], 0.5)[0]:
+            shown += os.read(ours, 4096)
     os.write(ours, b"What is the capital of France?\n")
     assert b"Paris" in read_until(ours, b"Paris")
     os.write(ours, b"/exit\n")
