@@ -26,7 +26,7 @@ L2_EPS = 1e-6
 """Inside the root of `l2_norm`; specification 3.3."""
 
 WORTH_A_THREAD = 2 << 20
-"""Bytes of weights, counted more often for many rows, from which a call is split: some 100 µs of work per part."""
+"""Bytes of weights, counted more often for many rows, that make a part for another thread: some 100 µs of work."""
 
 
 def _place(array: npt.NDArray[Any]) -> int:
@@ -95,8 +95,8 @@ class CpuOps:
 
     def _split(self, work_bytes: int, count: int, step: int, part: Callable[[int, int], None]) -> None:
         """part(first, last) over 0 .. count, cut at multiples of `step`, on as many threads as the work is worth."""
-        parts = min(self.threads, 1 + work_bytes // WORTH_A_THREAD, -(-count // step))
-        if parts == 1 or self._pool is None:
+        parts = min(self.threads, work_bytes // WORTH_A_THREAD, -(-count // step))
+        if parts < 2 or self._pool is None:
             part(0, count)
             return
         cuts = [min(count, -(-count * i // (parts * step)) * step) for i in range(parts + 1)]
@@ -124,8 +124,7 @@ class CpuOps:
         packed = PackedExpert(*(np.ascontiguousarray(part) for part in packed))
         w1, s1, w2, s2, w3, s3 = (_place(part) for part in packed)
         scales = (packed.w1_scale, packed.w2_scale, packed.w3_scale)
-        spans = np.array([s1, scales[0].size, s2, scales[1].size, s3, scales[2].size], np.intp)
-        edge = bool(matrices.has_edge_scales(spans))
+        edge = matrices.has_edge_scales(s1, scales[0].size, s2, scales[1].size, s3, scales[2].size)
         if edge:
             for name, scale in zip(("w1", "w2", "w3"), scales, strict=True):
                 check_scales(scale, f"{name}.weight_scale")

@@ -143,7 +143,7 @@ def latent_attention(
     weights, wide = pointer(kv_b), padded(rank)
     longest = (length + tokens + 15) // 16 * 16
     chunk = min(last - first, max(4, SCORES_AT_ONCE // longest))
-    queries = np.zeros((chunk, width), np.float32)
+    queries = np.empty((chunk, width), np.float32)
     mixed = np.empty((chunk, wide), np.float32)
     scores = np.empty((chunk, longest), np.float32)
     sums = np.empty(chunk, np.float32)

@@ -165,10 +165,10 @@ def linear_mxfp4(x: Any, weight: int, scale: int, edge: bool, out: Any, first: i
     hold(split)
 
 
-@kernel("boolean(intp[::1])")
-def has_edge_scales(spans: Any) -> bool:
-    """Is any scale byte 0, 1, 253, 254 or 255? spans: address and length, pair after pair."""
+@kernel("boolean(intp, intp, intp, intp, intp, intp)")
+def has_edge_scales(a: int, a_bytes: int, b: int, b_bytes: int, c: int, c_bytes: int) -> bool:
+    """Is any scale byte in these three spans 0, 1, 253, 254 or 255?"""
     largest = 0
-    for i in range(0, spans.size, 2):
-        largest = max(largest, largest_byte_less_two(pointer(spans[i]), spans[i + 1]))
+    for place, n_bytes in ((a, a_bytes), (b, b_bytes), (c, c_bytes)):
+        largest = max(largest, largest_byte_less_two(pointer(place), n_bytes))
     return largest > 250
