@@ -344,6 +344,13 @@ def test_a_file_being_read_is_not_closed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="descriptor"):
         os.pread(a, 1, 0)
     assert files.held == 0
+    with files.borrow("d", str(tmp_path / "a"), opener), files.borrow("d", str(tmp_path / "b"), opener):
+        assert files.held == 2, "both are being read"
+    assert files.held == 1
+    before = open_files()
+    with files.borrow("d", str(tmp_path / "b"), opener):
+        assert open_files() == before, "the other was closed first"
+    files.forget("d")
 
 
 def test_when_the_system_has_no_descriptor_left_unused_ones_are_given_up(tmp_path: Path) -> None:
@@ -566,12 +573,16 @@ def test_devices_are_the_same_by_disk_or_serial_never_by_what_is_unknown() -> No
         "half": replace(plain, st_dev=(8, 49), disks=("sdd",)),
         "unknown 1": replace(plain, st_dev=(0, 40)),
         "unknown 2": replace(plain, st_dev=(0, 41)),
+        "left": replace(plain, st_dev=(8, 65), disks=("sdf",)),
+        "right": replace(plain, st_dev=(8, 81), disks=("sdg",)),
+        "bridge": replace(plain, st_dev=(9, 1), disks=("sdf", "sdg")),
     }
     groups = {frozenset(names) for names in same_device(drives)}
     assert groups == {
         frozenset({"partition 1", "partition 2"}),
         frozenset({"other", "second path"}),
         frozenset({"striped", "half"}),
+        frozenset({"left", "right", "bridge"}),
     }
 
 

@@ -216,9 +216,14 @@ OFFSETS = {"a": 0, "b": 4096 * 7, "c": 1001}
 """Where each drive's file begins to hold the experts: the phases of a and b are equal, c's is another."""
 
 
+@pytest.fixture(scope="module")
+def experts_bytes() -> bytes:
+    return contents(12 * EXPERT)
+
+
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, bytes]:
-    data = contents(12 * EXPERT)
+def files(tmp_path: Path, experts_bytes: bytes) -> tuple[Path, bytes]:
+    data = experts_bytes
     for name, offset in OFFSETS.items():
         (tmp_path / name).mkdir()
         with open(tmp_path / name / "f", "wb") as file:
@@ -396,15 +401,21 @@ def test_a_device_that_raises_anything_is_a_failed_read(engine: Callable[..., Re
 
 
 def test_when_no_copy_is_left_that_job_fails_and_the_reader_lives_on(engine: Callable[..., Reader]) -> None:
-    def no_f(n: int, file: str, *_: object) -> None:
-        if file == "f":
+    bad: list[str] = []
+
+    def broken(n: int, file: str, *_: object) -> None:
+        if file in bad:
             raise DeviceError(Fault.IO, f"{file}: Input/output error")
 
-    shelves = [Shelf(name, {"f": DATA, "g": DATA}, no_f) for name in "ab"]
+    shelves = [Shelf(name, {"f": DATA, "g": DATA}, broken) for name in "ab"]
     others = [Job(("g", n), tuple(Span(d, "g", n * 1000, 1000) for d in "ab")) for n in range(10)]
     reader = engine(shelves)
+    first = jobs_of(DATA, 50_000, "ab", 8, first=1)
+    reader.submit(first)
+    take_all(reader, first, at(DATA))
     reader.submit(others[:5])
     take_all(reader, others[:5], at(DATA))
+    bad.append("f")
     reader.submit(jobs_of(DATA, 50_000, "ab", 1))
     (outcome,) = reader.as_landed([0], PATIENCE_S)
     assert isinstance(outcome, Lost)
@@ -413,7 +424,7 @@ def test_when_no_copy_is_left_that_job_fails_and_the_reader_lives_on(engine: Cal
     assert isinstance(error, StorageError)
     assert error.exit_code == 4
     assert "drive a: i/o error: f: Input/output error" in str(error)
-    until(lambda: all(reader._scheduler.health(d).value == "ready" for d in "ab"))
+    until(lambda: all(reader._scheduler.health(d).value == "ready" for d in "ab"))  # one bad file is no bad drive
     reader.submit(others[5:])
     take_all(reader, others[5:], at(DATA))
 
@@ -590,17 +601,27 @@ def test_guesses_that_find_no_room_are_dropped_and_never_keep_demand_out(engine:
     assert reader.pool.in_use == 0
 
 
-def test_guesses_under_way_make_room_for_demand(engine: Callable[..., Reader]) -> None:
+def test_guesses_not_begun_make_room_for_demand(engine: Callable[..., Reader]) -> None:
+    """One guess hangs, one waits behind it: together they hold all memory there is."""
     gate = Gate(lambda n: n == 0)
-    gate.opened.clear()
     shelf = Shelf("one", {"f": DATA}, gate)
     reader = engine([shelf], limit=2 * BufferPool(0, 4096).cost(50_000), policy=Policy())
     reader.submit(jobs_of(DATA, 50_000, ["one"], 2, Priority.PREFETCH))
     until(lambda: gate.held == 1)
-    wanted = jobs_of(DATA, 50_000, ["one"], 2, first=20)
+    wanted = jobs_of(DATA, 50_000, ["one"], 1, first=20)
     reader.submit(wanted)
-    gate.opened.set()
     take_all(reader, wanted, at(DATA))
+    assert not gate.opened.is_set()
+    gate.opened.set()
+
+
+def test_a_buffer_released_lets_the_next_job_in(engine: Callable[..., Reader]) -> None:
+    """One buffer, and nothing under way when it is released: the release itself must wake what waits."""
+    reader = engine([Shelf("one", {"f": DATA})], limit=BufferPool(0, 4096).cost(50_000))
+    jobs = jobs_of(DATA, 50_000, ["one"], 5)
+    reader.submit(jobs)
+    take_all(reader, jobs, at(DATA))
+    assert reader.pool.made == 1
 
 
 def test_a_guess_that_is_wanted_is_not_read_again(engine: Callable[..., Reader]) -> None:
@@ -695,14 +716,18 @@ def test_reads_are_counted_by_kind(engine: Callable[..., Reader]) -> None:
     reader.cancel(range(12))
 
 
-def test_depth_is_kept_and_threads_are_not_more(engine: Callable[..., Reader]) -> None:
-    shelf = Shelf("one", {"f": DATA}, lambda *_: time.sleep(0.001))
+def test_depth_is_reached_and_kept_and_threads_are_not_more(engine: Callable[..., Reader]) -> None:
+    """Every read waits until three are under way, time and again."""
+    together = threading.Barrier(3)
+    shelf = Shelf("one", {"f": DATA}, lambda *_: together.wait(PATIENCE_S) < 0)
     reader = engine([(shelf, spec(shelf, 1e9, 3))])
-    jobs = jobs_of(DATA, 50_000, ["one"], 40)
-    reader.submit(jobs)
-    take_all(reader, jobs, at(DATA))
-    assert shelf.most <= 3
-    assert len(reader._crews["one"].threads) <= 3
+    for turn in range(3):
+        jobs = jobs_of(DATA, 50_000, ["one"], 12, first=12 * turn, barrier=turn)
+        reader.submit(jobs)
+        take_all(reader, jobs, at(DATA))
+    assert shelf.most == 3
+    assert len(reader._crews["one"].threads) == 3
+    assert reader.counts()[0]["one"].errors == 0
 
 
 def test_names_and_alignments_must_agree() -> None:
