@@ -354,14 +354,3 @@ def get(typing: Any, at: Any) -> Any:
         return read(builder, args[0], ir.FloatType())
 
     return signature(types.float32, pointer_type), codegen
-
-
-@intrinsic
-def put(typing: Any, at: Any, scalar: Any) -> Any:
-    """Write one float to a pointer."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        write(builder, args[1], args[0])
-        return context.get_dummy_value()
-
-    return signature(types.void, pointer_type, types.float32), codegen
