@@ -54,7 +54,7 @@ def durable(path: Path, data: bytes) -> Path:
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[RealDevice]:
     durable(tmp_path / "data", contents())
-    device = RealDevice("one", tmp_path)
+    device = RealDevice("one", tmp_path, descriptors=Descriptors())
     yield device
     device.close()
 
@@ -450,6 +450,16 @@ def test_beyond_the_limit_nothing_is_kept() -> None:
         buffer.release()
     assert pool.in_use == 0
     assert pool.held_bytes <= 1_000_000
+
+
+def test_a_warm_pool_makes_no_more_buffers() -> None:
+    pool = BufferPool(2_000_000)
+    pool.warm(300_000, 100)
+    assert pool.made == 2_000_000 // pool.cost(300_000)
+    assert pool.in_use == 0
+    assert pool.held_bytes <= 2_000_000
+    pool.take(300_000, 17).release()
+    assert pool.made == 2_000_000 // pool.cost(300_000)
 
 
 def test_buffers_become_arrays_without_a_copy() -> None:

@@ -23,9 +23,12 @@ from runtime.drives.crew import Trace
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import (
     MIB,
+    Action,
+    Completed,
     DriveBack,
     DriveSpec,
     DriveSuspect,
+    Event,
     Fault,
     Job,
     Key,
@@ -52,6 +55,8 @@ SMALL = Policy(
     max_hung_reads=3,
 )
 """Limits for small jobs and short tests."""
+PATIENT = Policy(deadline_floor_s=1000.0)
+"""Nothing is ever late: what stands still stays so."""
 PATIENCE_S = 20.0
 """How long a test waits for what must happen. It is never waited for when all is well."""
 
@@ -461,7 +466,7 @@ class Gate:
         if not self.matches(n):
             return False
         self.held += 1
-        self.opened.wait(PATIENCE_S)
+        self.opened.wait(3 * PATIENCE_S)  # longer than anyone else waits
         into[:] = b"\xee" * len(into)
         return True
 
@@ -605,7 +610,7 @@ def test_guesses_not_begun_make_room_for_demand(engine: Callable[..., Reader]) -
     """One guess hangs, one waits behind it: together they hold all memory there is."""
     gate = Gate(lambda n: n == 0)
     shelf = Shelf("one", {"f": DATA}, gate)
-    reader = engine([shelf], limit=2 * BufferPool(0, 4096).cost(50_000), policy=Policy())
+    reader = engine([shelf], limit=2 * BufferPool(0, 4096).cost(50_000), policy=PATIENT)
     reader.submit(jobs_of(DATA, 50_000, ["one"], 2, Priority.PREFETCH))
     until(lambda: gate.held == 1)
     wanted = jobs_of(DATA, 50_000, ["one"], 1, first=20)
@@ -617,7 +622,7 @@ def test_guesses_not_begun_make_room_for_demand(engine: Callable[..., Reader]) -
 
 def test_a_buffer_released_lets_the_next_job_in(engine: Callable[..., Reader]) -> None:
     """One buffer, and nothing under way when it is released: the release itself must wake what waits."""
-    reader = engine([Shelf("one", {"f": DATA})], limit=BufferPool(0, 4096).cost(50_000))
+    reader = engine([Shelf("one", {"f": DATA})], limit=BufferPool(0, 4096).cost(50_000), policy=PATIENT)
     jobs = jobs_of(DATA, 50_000, ["one"], 5)
     reader.submit(jobs)
     take_all(reader, jobs, at(DATA))
@@ -704,6 +709,22 @@ def test_waiting_can_be_limited(engine: Callable[..., Reader]) -> None:
     gate.opened.set()
 
 
+def test_a_bug_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader([(shelf := Shelf("one", {"f": DATA}), spec(shelf))], BufferPool(10 * MIB, 4096))
+    whole = reader._scheduler.handle
+
+    def wrong(event: Event, now: float) -> list[Action]:
+        assert not isinstance(event, Completed), "a bug"
+        return whole(event, now)
+
+    monkeypatch.setattr(reader._scheduler, "handle", wrong)
+    reader.submit(jobs_of(DATA, 50_000, ["one"], 3))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="in the middle of its work: AssertionError"):
+            list(reader.as_landed(range(3), PATIENCE_S))
+    assert reader.close(PATIENCE_S) == 0
+
+
 def test_reads_are_counted_by_kind(engine: Callable[..., Reader]) -> None:
     shelf = Shelf("one", {"f": DATA})
     reader = engine([(shelf, spec(shelf, None))], kind_of=lambda job: "trunk" if job.key == 7 else "")
@@ -719,8 +740,11 @@ def test_reads_are_counted_by_kind(engine: Callable[..., Reader]) -> None:
 def test_depth_is_reached_and_kept_and_threads_are_not_more(engine: Callable[..., Reader]) -> None:
     """Every read waits until three are under way, time and again."""
     together = threading.Barrier(3)
-    shelf = Shelf("one", {"f": DATA}, lambda *_: together.wait(PATIENCE_S) < 0)
-    reader = engine([(shelf, spec(shelf, 1e9, 3))])
+    shelf = Shelf("one", {"f": DATA}, lambda n, *_: n > 0 and together.wait(PATIENCE_S) < 0)
+    reader = engine([(shelf, spec(shelf, 1e9, 3))], policy=PATIENT)
+    first = jobs_of(DATA, 50_000, ["one"], 1, first=39)
+    reader.submit(first)
+    take_all(reader, first, at(DATA))
     for turn in range(3):
         jobs = jobs_of(DATA, 50_000, ["one"], 12, first=12 * turn, barrier=turn)
         reader.submit(jobs)

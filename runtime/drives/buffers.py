@@ -120,6 +120,14 @@ class BufferPool:
                 self._spare.setdefault(capacity, []).append(buffer._memory)
                 self._spare_bytes += capacity
 
+    def warm(self, nbytes: int, count: int) -> None:
+        """Map and touch memory for `count` buffers of `nbytes`, as far as the limit goes, before reads need it."""
+        count = min(count, (self.limit_bytes - self.in_use) // self.cost(nbytes))
+        buffers = [self.take(nbytes) for _ in range(count)]
+        for buffer in buffers:
+            ctypes.memset(address(buffer._memory), 0, buffer.capacity)
+            self.give(buffer)
+
     def _drop_spares(self, until: int) -> None:
         """Unmap spare memory, whatever its size, until no more than `until` bytes of it are left."""
         while self._spare_bytes > max(until, 0):

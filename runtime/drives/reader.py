@@ -29,6 +29,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -162,6 +163,7 @@ class Reader:
         self._leases: dict[int, Buffer] = {}
         self._news: list[DriveSuspect | DriveBack] = []
         self._closed = False
+        self._broken: BaseException | None = None
         self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)
         self._alarm = threading.Condition(self._lock)
@@ -204,6 +206,8 @@ class Reader:
     def cancel(self, keys: Iterable[Key]) -> None:
         """Nobody wants these any more, landed ones included. Unknown keys are no error: they may just have ended."""
         with self._lock:
+            if self._closed or self._broken is not None:
+                return
             keys = list(dict.fromkeys(keys))
             self._drop(keys)
             for key in keys:
@@ -215,7 +219,7 @@ class Reader:
         """Yield the outcome of each key, as they come; a key that nobody reads and that has no outcome is Dropped.
 
         Each outcome is given once, to one caller. Raises TimeoutError when nothing comes for `timeout` seconds, and
-        StorageError when the reader is closed.
+        StorageError when the reader is closed or broken.
         """
         left = dict.fromkeys(keys)
         while left:
@@ -271,7 +275,8 @@ class Reader:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._drop(list(self._tickets))
+                if self._broken is None:
+                    self._drop(list(self._tickets))
                 for key in list(self._outcomes):
                     self._forget(key)
                 for crew in self._crews.values():
@@ -310,6 +315,8 @@ class Reader:
     # --- jobs; with the lock held ---
 
     def _must_be_open(self) -> None:
+        if self._broken is not None:
+            raise StorageError(f"the reader of the drives stopped in the middle of its work: {self._broken!r}")
         if self._closed:
             raise StorageError("the drives are closed: nothing can be read any more")
 
@@ -336,7 +343,8 @@ class Reader:
     def _room(self) -> None:
         """Somebody has released a buffer."""
         with self._lock:
-            self._admit()
+            if self._broken is None:
+                self._admit()
 
     def _admit(self) -> None:
         """Give the scheduler what there is room for, in order: demand first, and never behind guesses."""
@@ -435,8 +443,13 @@ class Reader:
     # --- what the scheduler says; with the lock held ---
 
     def _handle(self, event: Event) -> None:
-        for action in self._scheduler.handle(event, time.monotonic()):
-            self._act(action)
+        try:
+            for action in self._scheduler.handle(event, time.monotonic()):
+                self._act(action)
+        except BaseException as error:  # a bug, or Ctrl-C: nothing adds up any more, and nobody may wait for it to
+            self._broken = error
+            self._landed.notify_all()
+            raise
         if (self._scheduler.next_wakeup or inf) < self._alarm_at:
             self._alarm.notify()
 
@@ -482,19 +495,22 @@ class Reader:
                 crew.credit(errand.slice)
             crew.waiting += 1
             crew.checking -= errand.slice is None
-            self._handle(report.event)
-            self._admit()
+            if self._broken is None:
+                with suppress(Exception):  # whoever waits is told
+                    self._handle(report.event)
+                    self._admit()
 
     def _keep_time(self) -> None:
         """The thread that tells the scheduler when something falls due, and the watcher what happened."""
         while True:
             with self._lock:
-                if self._closed:
+                if self._closed or self._broken is not None:
                     return
                 now, due = time.monotonic(), self._scheduler.next_wakeup or inf
                 if due <= now:
-                    self._handle(Tick())
-                    self._admit()
+                    with suppress(Exception):
+                        self._handle(Tick())
+                        self._admit()
                 elif not self._news:
                     self._alarm_at = due
                     self._alarm.wait(None if due == inf else due - now)

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from runtime.drives.buffers import address, aligned
@@ -57,7 +58,7 @@ class _Open:
 
 
 class Descriptors:
-    """Open files, shared by the drives. At most `budget` stay open; the one unused for longest is closed first.
+    """Open files, shared by all drives. At most `budget` stay open; the one unused for longest is closed first.
 
     Files being read are never closed; when they alone exceed the budget they are still opened, and when the system
     has no descriptor left, opening waits for another read to end. Opening and closing happen outside the lock: a
@@ -67,7 +68,7 @@ class Descriptors:
     def __init__(self, budget: int | None = None) -> None:
         """`budget`: default a quarter of the process's soft limit, at most 1024; the rest is for everybody else."""
         self.budget = max(1, budget if budget is not None else min(1024, _soft_limit() // 4))
-        self._files: OrderedDict[tuple[str, str], _Open] = OrderedDict()
+        self._files: OrderedDict[tuple[object, str], _Open] = OrderedDict()
         self._change = threading.Condition()
         self.opens = 0
 
@@ -76,7 +77,7 @@ class Descriptors:
         return len(self._files)
 
     @contextmanager
-    def borrow(self, owner: str, path: str, opener: Callable[[str], int]) -> Iterator[int]:
+    def borrow(self, owner: object, path: str, opener: Callable[[str], int]) -> Iterator[int]:
         """The descriptor of a file, open for as long as the block lasts. Raises OSError."""
         key = (owner, path)
         with self._change:
@@ -96,7 +97,7 @@ class Descriptors:
                 self._change.notify_all()
             _close(done)
 
-    def _open(self, key: tuple[str, str], opener: Callable[[str], int]) -> _Open:
+    def _open(self, key: tuple[object, str], opener: Callable[[str], int]) -> _Open:
         with self._change:
             done = self._surplus(self.budget - 1)
         _close(done)
@@ -135,7 +136,7 @@ class Descriptors:
                 break
         return done
 
-    def forget(self, owner: str, path: str | None = None) -> None:
+    def forget(self, owner: object, path: str | None = None) -> None:
         """Close a drive's files, or one of them; those being read once that has ended."""
         with self._change:
             done = []
@@ -145,6 +146,12 @@ class Descriptors:
                 if not file.users:
                     done.append(file.fd)
         _close(done)
+
+
+@cache
+def shared_descriptors() -> Descriptors:
+    """Those of the process: drives share one budget."""
+    return Descriptors()
 
 
 def _close(descriptors: list[int]) -> None:
@@ -183,7 +190,7 @@ class RealDevice:
         Raises DeviceError when the root is not there or the probe file cannot be read at all.
         """
         self._name, self.root = name, Path(root)
-        self._descriptors = descriptors if descriptors is not None else Descriptors()
+        self._descriptors = descriptors if descriptors is not None else shared_descriptors()
         self._local = threading.local()
         self._bounces: list[memoryview] = []
         self._plain: set[str] = set()
@@ -215,7 +222,7 @@ class RealDevice:
         return moved
 
     def close(self) -> None:
-        self._descriptors.forget(self._name)
+        self._descriptors.forget(self)
 
     def _path(self, file: str) -> str:
         return os.path.join(self.root, file)
@@ -224,17 +231,17 @@ class RealDevice:
         """One call's worth. `offset`, `wanted` and `done` belong to the whole read and go into the message."""
         where = f"{path} at {offset}: wanted {wanted} bytes"
         try:
-            with self._descriptors.borrow(self._name, path, self._open) as fd:
+            with self._descriptors.borrow(self, path, self._open) as fd:
                 return self._fill(fd, path, at, into)
         except _EndOfFile as end:
-            self._descriptors.forget(self._name, path)  # it may be replaced by a whole one
+            self._descriptors.forget(self, path)  # it may be replaced by a whole one
             got = max(end.at - offset, 0)
             raise DeviceError(Fault.SHORT, f"{where}, got {got}: the file ends there") from None
         except OSError as error:
             if error.errno == errno.EINVAL and self._way == "direct" and path not in self._plain:
                 self._go_plain(path, "does not allow direct reads")
                 return self._read(path, at, into, offset, wanted, done)
-            self._descriptors.forget(self._name)  # of a drive that comes back, every descriptor is dead
+            self._descriptors.forget(self)  # of a drive that comes back, every descriptor is dead
             fault = Fault.GONE if error.errno in GONE else Fault.IO
             raise DeviceError(fault, f"{where}, got {done}: {error.strerror or error}") from error
 
@@ -256,7 +263,7 @@ class RealDevice:
     def _go_plain(self, path: str, reason: str) -> None:
         """This file, unlike the one probed, is read through the cache from now on; say so."""
         self._plain.add(path)
-        self._descriptors.forget(self._name, path)
+        self._descriptors.forget(self, path)
         self._mode = f"buffered: {path} {reason}"
 
     def _find_mode(self, path: str) -> None:
