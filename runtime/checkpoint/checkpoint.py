@@ -26,9 +26,9 @@ Spans = tuple[TensorSpan, TensorSpan, TensorSpan, TensorSpan, TensorSpan, Tensor
 class Checkpoint:
     """An opened checkpoint directory. Safe to read from any number of threads.
 
-    `config`; `fingerprint`, SHA-256 over config bytes, tensor headers and file sizes, whatever the path;
-    `expert_nbytes`, the bytes of one routed expert; `trunk_nbytes`, of everything else; `notes`, what was found
-    odd but usable.
+    `config`; `fingerprint`, SHA-256 over config bytes, headers and sizes of the files with text tensors, whatever
+    the path; `expert_nbytes`, the bytes of one routed expert; `trunk_nbytes`, of everything else; `notes`, what was
+    found odd but usable.
     """
 
     def __init__(self, path: Path, found: Survey):

@@ -108,7 +108,10 @@ class Findings:
 
 @dataclass
 class Survey:
-    """A checkpoint that has been found whole. `trunk` has the span of every tensor outside the routed experts."""
+    """A checkpoint that has been found whole. `trunk` has the span of every tensor outside the routed experts.
+
+    `fingerprint` leaves files without a text tensor out: the model is the same with and without its vision part.
+    """
 
     config: ModelConfig
     trunk: dict[str, TensorSpan]
@@ -133,7 +136,8 @@ def survey(directory: Path) -> Survey:
             surveyor.findings.add("unreadable file", str(error))
             surveyor.unread.add(path.name)
             continue
-        digest.update(b"%d %d\n" % (header.file_nbytes, len(header.raw)) + header.raw)
+        if any(released_name(span.name, config.num_hidden_layers) for span in header.spans):
+            digest.update(b"%d %d\n" % (header.file_nbytes, len(header.raw)) + header.raw)
         surveyor.take(header)
     index = directory / INDEX_NAME
     if index.exists():

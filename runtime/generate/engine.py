@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
-from runtime.errors import UsageError
+from runtime.errors import CheckpointError, UsageError
 from runtime.generate.plan import MemoryPlan, make_plan
 from runtime.model.k3 import K3
 from runtime.model.state import State
@@ -46,7 +47,7 @@ class Step:
 
 @dataclass
 class PrefillStats:
-    """What reading the prompt took. `amplification` is 1.0 when each distinct expert was read once a chunk."""
+    """What the prompt took. `distinct_experts` counts an expert once per layer and chunk that routed to it."""
 
     rows: int = 0
     layer_passes: int = 0
@@ -97,6 +98,24 @@ def check_request(prompt: Sequence[int], max_new: int, vocab_size: int, context:
         raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: raise --context")
 
 
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The checkpoint's tokenizer, None when it has none. Raises CheckpointError when it is another model's."""
+    if not (checkpoint.path / "tiktoken.model").is_file():
+        return None
+    tokenizer, config = Tokenizer.load(checkpoint.path), checkpoint.config
+    if tokenizer.n_vocab > config.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.path}: tiktoken.model and its special tokens make {tokenizer.n_vocab:,} ids, config.json "
+            f"says vocab_size {config.vocab_size:,}: one of the two files is another model's"
+        )
+    if tokenizer.end_of_msg_id not in config.eos_token_id:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer's <|end_of_msg|> is id {tokenizer.end_of_msg_id}, config.json says "
+            f"eos_token_id {', '.join(map(str, config.eos_token_id))}: one of the two files is another model's"
+        )
+    return tokenizer
+
+
 @dataclass
 class Engine:
     """A checkpoint, loaded: serves any number of sessions, one after the other."""
@@ -137,25 +156,42 @@ class Engine:
         if chunk < 1:
             raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
         checkpoint = Checkpoint.open(path)
-        context = resolve_context(checkpoint.config, context)
-        backend = backend or default_backend()
-        plan = make_plan(
-            checkpoint,
-            backend=backend,
-            context=context,
-            chunk=min(chunk, context),
-            memory=memory,
-            expert_cache=expert_cache,
-            reuse=reuse,
-        )
-        tokenizer = Tokenizer.load(checkpoint.path) if (checkpoint.path / "tiktoken.model").is_file() else None
-        if announce is not None:
-            announce(checkpoint, tokenizer, plan)
-        ops = make_ops(backend, threads or default_threads())
-        experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
-        trunk = Trunk(checkpoint, ops, progress)
+        try:
+            context = resolve_context(checkpoint.config, context)
+            chunk = min(chunk, context)
+            backend = backend or default_backend()
+            plan = make_plan(
+                checkpoint,
+                backend=backend,
+                context=context,
+                chunk=chunk,
+                memory=memory,
+                expert_cache=expert_cache,
+                reuse=reuse,
+            )
+            tokenizer = load_tokenizer(checkpoint)
+            if announce is not None:
+                announce(checkpoint, tokenizer, plan)
+            ops = make_ops(backend, default_threads() if threads is None else threads)
+            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
+            trunk = Trunk(checkpoint, ops, progress)
+        except BaseException:
+            checkpoint.close()
+            raise
         model = K3(checkpoint.config, ops, trunk, experts)
         return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Close the checkpoint's files. Generating afterwards is an error."""
+        self.checkpoint.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def config(self) -> ModelConfig:
@@ -199,6 +235,11 @@ class Session:
         logits = self._prefill(list(prompt), cancelled, prefilled)
         for count in range(1, room + 1):
             token = int(np.argmax(logits))
+            if np.isnan(logits[token]):  # argmax finds one if there is any
+                raise CheckpointError(
+                    f"after {len(self.processed)} tokens the logits are not numbers: the weights of "
+                    f"{self.engine.checkpoint.path} are damaged; compare its files with the released checksums"
+                )
             digest = logits_digest(logits) if logits_hash else None
             seconds, after = time.perf_counter() - started, self._counts()
             hits, misses, nbytes = (b - a for a, b in zip(before, after, strict=True))
@@ -223,7 +264,8 @@ class Session:
             kept = 0
         config, stats, started = self.engine.config, PrefillStats(), time.perf_counter()
         self.prefill = stats
-        hits, misses, _ = self._counts()
+        experts = self.engine.experts.stats
+        wanted, reads = experts.wanted, experts.reads
         logits: npt.NDArray[np.floating] | None = None
         for start in range(kept, len(prompt), self.engine.chunk):
             chunk = prompt[start : start + self.engine.chunk]
@@ -233,9 +275,8 @@ class Session:
             stats.layer_passes += config.num_hidden_layers
             if prefilled is not None:
                 prefilled(start + len(chunk), len(prompt))
-        hits_after, misses_after, _ = self._counts()
-        stats.expert_reads = misses_after - misses
-        stats.distinct_experts = hits_after - hits + stats.expert_reads
+        stats.expert_reads = experts.reads - reads
+        stats.distinct_experts = experts.wanted - wanted
         stats.seconds = time.perf_counter() - started
         assert logits is not None
         return logits

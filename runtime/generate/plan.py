@@ -14,7 +14,7 @@ import psutil
 from runtime.checkpoint import Checkpoint
 from runtime.errors import DoesNotFitError
 from runtime.model.state import state_nbytes
-from runtime.weights.experts import staging_floor
+from runtime.weights.experts import check_budget, staging_floor
 
 MARGIN = 350_000_000
 """Bytes set aside beside what the process holds before loading: the compiler (260 MB, measured), libraries."""
@@ -60,16 +60,30 @@ def size(nbytes: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The process's memory limit under cgroup v2 or v1, None when there is none ("max" or a huge number)."""
-    for file in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
+def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The least memory limit of the process's cgroup and those above it; None when there is none.
+
+    Looks at version 2 (memory.max) and version 1 (memory.limit_in_bytes); "max" and huge numbers are no limit.
+    """
+    groups = {""}
+    try:
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory") or "memory" in controllers.split(","):
+                parts = Path(path.strip("/")).parts
+                groups.update("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    except (OSError, ValueError):
+        pass  # no cgroups here: the root's own files decide, if there are any
+    limits = []
+    for group in groups:
+        for file in (root / group / "memory.max", root / "memory" / group / "memory.limit_in_bytes"):
+            try:
+                text = file.read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < 1 << 60:
+                limits.append(int(text))
+    return min(limits, default=None)
 
 
 def memory_limit(requested: int | None) -> tuple[int, str]:
@@ -115,6 +129,8 @@ def make_plan(
     floor = staging_floor(checkpoint)
     everything = len(config.moe_layers) * config.num_experts * checkpoint.expert_nbytes
     left = limit - process - trunk - state - activations
+    if expert_cache is not None:
+        check_budget(checkpoint, expert_cache)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:

@@ -5,11 +5,13 @@ Sizes are bytes, times are seconds. A value that was not measured is null, never
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import resource
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import runtime
@@ -76,7 +78,7 @@ def error_record(code: str, message: str) -> Record:
 
 
 def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, float | None]:
-    """Seconds. `ttft_s` runs from the start of the prefill to the first token, `decode_s` from there to the last."""
+    """Seconds. `ttft_s` is from the start of the prefill to the first token, `decode_s` the passes of the others."""
     decode = sum(step.seconds for step in steps[1:])
     return {
         "load_s": engine.load_seconds,
@@ -89,6 +91,10 @@ def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict
 
 def peak_rss_bytes() -> int:
     """The most memory this process has had resident."""
+    with contextlib.suppress(OSError):  # Linux: rusage would tell the parent's peak when that was higher
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -152,7 +158,7 @@ def _settings(engine: Engine) -> Record:
         "versions": {
             "expertstream": runtime.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("numpy", "numba", "mlx")},
+            **{name: _version(name) for name in ("numpy", "numba", "llvmlite", "mlx", "tiktoken")},
         },
         "platform": platform.platform(),
         "machine": platform.machine(),

@@ -8,6 +8,7 @@ position anywhere: order enters through KDA's recurrence and MLA's causal mask a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Literal
 
 import numpy as np
@@ -74,7 +75,6 @@ class K3:
             h = ops.add(p, f)  # the mixtures are only ever inputs
             if tap is not None:
                 tap(layer, h)
-        self.experts.end_of_token()
         out = None if logits == "none" else self.head([*snapshots, h], last_only=logits == "last")
         state.commit(new_layers, len(ids))
         return out
@@ -177,12 +177,13 @@ class K3:
         )
         z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
         outputs: dict[int, Array] = {}
-        for expert, packed in self.experts.plan(layer, ids):
-            chosen_by = np.flatnonzero((ids == expert).any(axis=1))
-            outputs[expert] = ops.expert_mlp(
-                ops.rows(z, chosen_by), packed, config.activation_situ_beta, config.activation_situ_linear_beta
-            )
-            self.experts.release(layer, expert)
+        with closing(self.experts.plan(layer, ids)) as routed:
+            for expert, packed in routed:
+                chosen_by = np.flatnonzero((ids == expert).any(axis=1))
+                outputs[expert] = ops.expert_mlp(
+                    ops.rows(z, chosen_by), packed, config.activation_situ_beta, config.activation_situ_linear_beta
+                )
+                self.experts.release(layer, expert)
         y = ops.combine(outputs, ids, weights)
         if config.latent_moe_use_norm:
             y = ops.rms_norm(y, w["block_sparse_moe.routed_expert_norm"], config.rms_norm_eps)

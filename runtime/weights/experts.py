@@ -8,7 +8,7 @@ first; an expert that is in use is never dropped. The answer never depends on wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,19 +21,38 @@ from runtime.ops import Ops, Weight
 
 @dataclass
 class CacheStats:
-    """Counts since the store was opened; bytes are the experts' packed bytes."""
+    """Counts since the store was opened; bytes are the experts' packed bytes.
 
+    `wanted` counts each distinct expert of each plan, `hits` those that were held, `reads` what was read in fact.
+    """
+
+    wanted: int = 0
     hits: int = 0
-    misses: int = 0
+    reads: int = 0
     evictions: int = 0
     bytes_read: int = 0
     bytes_held: int = 0
     peak_bytes: int = 0
 
+    @property
+    def misses(self) -> int:
+        """Experts that were wanted and not held."""
+        return self.wanted - self.hits
+
 
 def staging_floor(checkpoint: Checkpoint) -> int:
     """The smallest legal budget in bytes: one layer's top-k experts."""
     return checkpoint.config.num_experts_per_token * checkpoint.expert_nbytes
+
+
+def check_budget(checkpoint: Checkpoint, budget_bytes: int) -> None:
+    """Raise DoesNotFitError when the budget is below one layer's top-k."""
+    floor = staging_floor(checkpoint)
+    if budget_bytes < floor:
+        raise DoesNotFitError(
+            f"an expert cache of {budget_bytes:,} bytes was asked for, but one layer's top-"
+            f"{checkpoint.config.num_experts_per_token} experts take {floor:,}: give --expert-cache at least that"
+        )
 
 
 class ExpertStore:
@@ -44,12 +63,7 @@ class ExpertStore:
     """
 
     def __init__(self, checkpoint: Checkpoint, ops: Ops, budget_bytes: int, reuse: bool = True) -> None:
-        floor = staging_floor(checkpoint)
-        if budget_bytes < floor:
-            raise DoesNotFitError(
-                f"an expert cache of {budget_bytes:,} bytes was asked for, but one layer's top-"
-                f"{checkpoint.config.num_experts_per_token} experts take {floor:,}: give --expert-cache at least that"
-            )
+        check_budget(checkpoint, budget_bytes)
         self.budget_bytes = budget_bytes
         self.reuse = reuse
         self.stats = CacheStats()
@@ -58,25 +72,27 @@ class ExpertStore:
         self._held: OrderedDict[tuple[int, int], Weight] = OrderedDict()
         self._in_use: set[tuple[int, int]] = set()
 
-    def plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, Weight]]:
+    def plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Generator[tuple[int, Weight], None, None]:
         """Yield each distinct expert of ids [T, k] once, with its weights: cached ones first, then in disk order.
 
+        Close it when not all are taken: what is not released by then is.
         Raises StorageError when an expert cannot be read, CheckpointError when its bytes cannot be weights.
         """
-        wanted: list[int] = np.unique(ids).tolist()
-        cached = [e for e in wanted if (layer, e) in self._held]
-        missing = [e for e in wanted if (layer, e) not in self._held]
+        wanted = {(layer, int(e)) for e in np.unique(ids)}
+        cached = sorted(key for key in wanted if key in self._held)
+        missing = self._checkpoint.disk_order(layer, [e for _, e in wanted.difference(cached)])
+        self.stats.wanted += len(wanted)
         self.stats.hits += len(cached)
-        self.stats.misses += len(missing)
-        self._in_use.update((layer, e) for e in cached)  # so that no read below evicts one of them
+        self._in_use.update(cached)  # so that no read below evicts one of them
         try:
-            for e in cached:
-                self._held.move_to_end((layer, e))
-                yield e, self._held[layer, e]
-            for e in self._checkpoint.disk_order(layer, missing):
-                yield e, self._read(layer, e)
-        finally:
-            self._in_use.clear()
+            for key in cached:
+                self._held.move_to_end(key)
+                yield key[1], self._held[key]
+            for e in missing:
+                yield e, self._read((layer, e))
+        finally:  # also when the model stopped in the middle and released nothing
+            for key in wanted & self._in_use:
+                self.release(*key)
 
     def release(self, layer: int, expert: int) -> None:
         """The model has computed with the expert: it may be dropped."""
@@ -84,27 +100,24 @@ class ExpertStore:
         if not self.reuse:
             self._drop((layer, expert))
 
-    def hint(self, layer: int, ids: npt.NDArray[np.int64]) -> None:
-        """Guesses of what `plan` will ask for. This store reads on demand only and takes no notice."""
-
-    def end_of_token(self) -> None:
-        """A pass over all layers has ended. Least-recently-used order needs no more than `plan` tells it."""
-
-    def _read(self, layer: int, expert: int) -> Weight:
+    def _read(self, key: tuple[int, int]) -> Weight:
         nbytes = self._checkpoint.expert_nbytes
         self._make_room(nbytes)
-        weight = self._ops.expert(self._checkpoint.read_expert(layer, expert))
-        self._held[layer, expert] = weight
-        self._in_use.add((layer, expert))
+        weight = self._ops.expert(self._checkpoint.read_expert(*key))
+        self._held[key] = weight
+        self._in_use.add(key)
+        self.stats.reads += 1
         self.stats.bytes_read += nbytes
         self.stats.bytes_held += nbytes
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.stats.bytes_held)
         return weight
 
     def _make_room(self, nbytes: int) -> None:
-        idle = (key for key in list(self._held) if key not in self._in_use)
         while self.stats.bytes_held + nbytes > self.budget_bytes:
-            self._drop(next(idle))
+            idle = next((key for key in self._held if key not in self._in_use), None)
+            if idle is None:
+                raise AssertionError("the expert store is full of experts in use: release each one before the next")
+            self._drop(idle)
             self.stats.evictions += 1
 
     def _drop(self, key: tuple[int, int]) -> None:
