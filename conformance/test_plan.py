@@ -1,0 +1,115 @@
+"""The memory plan: where the limit comes from, how it is divided, and that a run stays within it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.checkpoint import Checkpoint
+from runtime.errors import DoesNotFitError
+from runtime.generate.plan import MemoryPlan, cgroup_limit, make_plan, memory_limit, size
+from runtime.setup.synth import synthesize
+from runtime.weights.experts import staging_floor
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def plan(path: Path, **changes: object) -> MemoryPlan:
+    asked = {"backend": "cpu", "context": 100, "chunk": 10, "memory": 4 * 10**9, "expert_cache": None} | changes
+    with Checkpoint.open(path) as checkpoint:
+        return make_plan(checkpoint, **asked)  # type: ignore[arg-type]
+
+
+def test_the_least_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "0::/user.slice/model.scope")
+    write(tmp_path / "fs" / "user.slice" / "model.scope" / "memory.max", "max")
+    assert cgroup_limit(tmp_path / "fs", own) is None
+    write(tmp_path / "fs" / "user.slice" / "memory.max", "7000000000")
+    assert cgroup_limit(tmp_path / "fs", own) == 7_000_000_000
+    write(tmp_path / "fs" / "user.slice" / "model.scope" / "memory.max", "5000000000")
+    assert cgroup_limit(tmp_path / "fs", own) == 5_000_000_000
+    write(tmp_path / "fs" / "other.slice" / "memory.max", "1000")
+    assert cgroup_limit(tmp_path / "fs", own) == 5_000_000_000
+
+
+def test_version_1_names_its_memory_group_and_a_huge_number_is_no_limit(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    write(own, "9:name=systemd:/\n4:memory:/jobs/one\n1:cpu:/\n0::/")
+    write(tmp_path / "memory" / "memory.limit_in_bytes", str(2**63 - 4096))
+    assert cgroup_limit(tmp_path, own) is None
+    write(tmp_path / "memory" / "jobs" / "one" / "memory.limit_in_bytes", "3000000000")
+    assert cgroup_limit(tmp_path, own) == 3_000_000_000
+
+
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    assert cgroup_limit(tmp_path / "nothing", tmp_path / "nothing") is None
+
+
+def test_what_is_asked_for_is_the_limit() -> None:
+    assert memory_limit(5) == (5, "--memory")
+    limit, source = memory_limit(None)
+    assert limit > 0
+    assert source in ("available memory", "cgroup limit")
+
+
+def test_the_cache_takes_what_is_left_and_no_more_than_there_are_experts(tiny: Path) -> None:
+    with Checkpoint.open(tiny) as checkpoint:
+        everything = 8 * 16 * checkpoint.expert_nbytes
+        floor = staging_floor(checkpoint)
+    roomy = plan(tiny)
+    assert roomy.expert_cache == everything
+    tight = plan(tiny, memory=roomy.total - everything // 2)
+    # The process itself may have grown a little from one call to the next.
+    assert floor < tight.expert_cache <= everything // 2
+    assert tight.total <= tight.limit
+    assert plan(tiny, reuse=False).expert_cache == floor
+
+
+def test_too_little_is_refused_with_the_least_that_would_do(tiny: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"The least it can run in is [\d.]+ [MG]B"):
+        plan(tiny, memory=10**6)
+    with pytest.raises(DoesNotFitError, match="give --expert-cache at least that"):
+        plan(tiny, expert_cache=1000)
+
+
+def test_a_longer_context_costs_state_and_a_longer_chunk_activations(tiny: Path) -> None:
+    short, long = plan(tiny), plan(tiny, context=1000)
+    # 3 MLA layers, a latent of 32 and a shared key of 16 per position, float32, old state and new.
+    assert long.state - short.state == 2 * 900 * 3 * 48 * 4
+    assert plan(tiny, chunk=20).activations > short.activations
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(0, "0 B"), (999, "999 B"), (17_547_264, "17.5 MB"), (1.56e12, "1.56 TB")]
+)
+def test_sizes_for_people(nbytes: int, words: str) -> None:
+    assert size(nbytes) == words
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose largest matrix is most of it: 51 MB of vocabulary."""
+    path = tmp_path_factory.mktemp("wide") / "wide"
+    synthesize("tiny", path, layers=4, vocab=200_000)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx", "reference"])
+def test_a_run_stays_within_its_plan(backend: str, wide: Path) -> None:
+    if backend == "mlx":
+        pytest.importorskip("mlx.core", reason="needs MLX")
+    ids = ",".join(str(i * 37 % 1000) for i in range(300))
+    command = [sys.executable, "-m", "runtime", "run", "--model", str(wide), "--backend", backend, "--json"]
+    command += ["--prompt-ids", ids, "--max-new", "4", "--context", "400"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)["memory"]
+    assert 10**8 < memory["peak_rss_bytes"] <= memory["plan"]["total"] <= memory["budget_bytes"]
