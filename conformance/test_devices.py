@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loopback import ext4_image
 
 from runtime.drives import real
 from runtime.drives.buffers import BufferPool, address, aligned
@@ -699,20 +700,8 @@ def test_a_drive_with_nothing_to_read_is_not_probed(big: Path) -> None:
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 image, mounted."""
-    if os.geteuid() or not shutil.which("mkfs.ext4") or not shutil.which("mount"):
-        pytest.skip("needs root, mkfs.ext4 and mount")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(32 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", "-b", "1024", str(image)], check=True, capture_output=True, timeout=30)
-        subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=True, capture_output=True, timeout=30)
-    except subprocess.SubprocessError as error:
-        pytest.skip(f"no loop mounts here: {error}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True, capture_output=True, timeout=30)
+    with ext4_image(tmp_path, block_bytes=1024) as (_, mount):
+        yield mount
 
 
 def test_a_loop_image_reads_direct_and_says_what_it_is(loop: Path) -> None:

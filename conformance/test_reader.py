@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loopback import ext4_image
 
 from runtime.drives.buffers import Buffer, BufferPool, address
 from runtime.drives.crew import Trace
@@ -40,6 +42,7 @@ from runtime.drives.jobs import (
     Span,
 )
 from runtime.drives.kernel import device_bytes_read
+from runtime.drives.ledger import Health
 from runtime.drives.reader import Dropped, Landed, Lost, Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit, ThrottledDevice
@@ -277,6 +280,9 @@ def test_several_drives_deliver_every_byte_once_and_right(
         assert counts.errors == counts.retries == counts.hedges == 0
     assert sum(t.slice.length for t in traces) == len(data)
     assert len({t.slice.id for t in traces}) == len(traces) == by_kind["demand"].reads
+    assert reader.totals()["a"].bounced_bytes == sum(
+        t.slice.length for t in traces if t.slice.drive == "a" and t.slice.bounce
+    )
     assert all(t.queued <= t.started <= t.landed and t.fault is None for t in traces)
 
 
@@ -343,6 +349,34 @@ def test_no_descriptor_and_no_thread_is_left(files: tuple[Path, bytes], engine: 
             reader.submit(experts("abc", [0]))
         with pytest.raises(StorageError, match="closed"):
             next(reader.as_landed([5]))
+
+
+def test_a_device_that_dies_midway_by_the_kernels_word(
+    files: tuple[Path, bytes], engine: Callable[..., Reader], tmp_path: Path
+) -> None:
+    """The file behind a loop device is cut: from then on its reads end with EIO, and the other copy serves."""
+    root, data = files
+    with ext4_image(tmp_path) as (image, mount):
+        shutil.copy(root / "a" / "f", mount / "f")
+        fd = os.open(mount / "f", os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+        reader = engine([RealDevice("a", mount), RealDevice("b", root / "b")])
+        first = experts("ab", range(6))
+        reader.submit(first)
+        take_all(reader, first, expert(data))
+        os.truncate(image, 4096)
+        second = experts("ab", range(6, 12), 1)
+        reader.submit(second)
+        take_all(reader, second, expert(data))
+        settle(reader)
+        assert reader.counts()[0]["a"].errors >= 1
+        assert reader.health("a") in (Health.SUSPECT, Health.LOST)
+        lonely = experts("a", [11], 2)
+        reader.submit(lonely)
+        (outcome,) = reader.as_landed([11], PATIENCE_S)
+        assert isinstance(outcome, Lost)
+        reader.close()
 
 
 # --- faults ---
@@ -425,7 +459,7 @@ def test_when_no_copy_is_left_that_job_fails_and_the_reader_lives_on(engine: Cal
     assert isinstance(error, StorageError)
     assert error.exit_code == 4
     assert "drive a: i/o error: f: Input/output error" in str(error)
-    until(lambda: all(reader._scheduler.health(d).value == "ready" for d in "ab"))  # one bad file is no bad drive
+    until(lambda: all(reader.health(d) is Health.READY for d in "ab"))  # one bad file is no bad drive
     reader.submit(others[5:])
     take_all(reader, others[5:], at(DATA))
 
@@ -546,6 +580,7 @@ def test_a_hung_read_blocks_neither_close_nor_exit() -> None:
 import threading, time
 from runtime.drives.buffers import BufferPool
 from runtime.drives.jobs import DriveSpec, Job, Policy, Span
+from runtime.drives.ledger import Health
 from runtime.drives.reader import Lost, Reader
 class Hung:
     name, alignment, mode = "hung", 1, "memory"

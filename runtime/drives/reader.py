@@ -60,6 +60,7 @@ from runtime.drives.jobs import (
     Submit,
     Tick,
 )
+from runtime.drives.ledger import Health, Totals
 from runtime.drives.scheduler import Scheduler
 from runtime.errors import DoesNotFitError, StorageError
 
@@ -249,6 +250,16 @@ class Reader:
         """The rate learned of each drive, bytes/s."""
         with self._lock:
             return {name: self._scheduler.rate(name) for name in self._crews}
+
+    def totals(self) -> dict[str, Totals]:
+        """What the scheduler counts by drive, wasted and bounced bytes among it; copies."""
+        with self._lock:
+            return {name: replace(totals) for name, totals in self._scheduler.totals().items()}
+
+    def health(self, drive: str) -> Health:
+        """Is the drive given work?"""
+        with self._lock:
+            return self._scheduler.health(drive)
 
     @property
     def idle(self) -> bool:
