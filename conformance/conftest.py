@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commandline import Command, Outcome, Start
 
+from runtime.cli import main
 from runtime.generate import embedded_model
 from runtime.setup.synth import synthesize
 
@@ -24,3 +31,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embedded() -> Path:
     """The embedded default model. Not to be written to."""
     return embedded_model()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line in this process."""
+
+    def command(*arguments: object) -> Outcome:
+        status = main([str(argument) for argument in arguments])
+        return Outcome(status, *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process of its own, for what only a process can show. None outlives the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def command(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+        line = [sys.executable, "-m", "runtime", *map(str, arguments)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        processes.append(subprocess.Popen(line, cwd=ROOT, **{**pipes, "env": env, **options}))
+        return processes[-1]
+
+    yield command
+    for process in processes:
+        with process:
+            process.kill()
