@@ -231,7 +231,7 @@ def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, i
     shown = b""
     process.send_signal(signal.SIGINT)
     while b"/exit or ^D leaves" not in shown:
-        if select.select([ours], [], [], 10)[0]:
+        if select.select([ours], [], [], 1)[0]:
             shown += os.read(ours, 4096)
         else:  # it came before readline waited, and will be seen at the next one
             process.send_signal(signal.SIGINT)
