@@ -71,7 +71,7 @@ def softplus(x: F64) -> F64:
 
 def blocks(rows: int, row_bytes: int) -> Iterator[slice]:
     """0 .. rows in slices of at most BLOCK_BYTES, at least one row each."""
-    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    step = max(1, BLOCK_BYTES // row_bytes)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
