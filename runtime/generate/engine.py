@@ -160,9 +160,11 @@ class Engine:
             context = resolve_context(checkpoint.config, context)
             chunk = min(chunk, context)
             backend = backend or default_backend()
+            threads = default_threads() if threads is None else threads
             plan = make_plan(
                 checkpoint,
                 backend=backend,
+                threads=threads,
                 context=context,
                 chunk=chunk,
                 memory=memory,
@@ -172,7 +174,7 @@ class Engine:
             tokenizer = load_tokenizer(checkpoint)
             if announce is not None:
                 announce(checkpoint, tokenizer, plan)
-            ops = make_ops(backend, default_threads() if threads is None else threads)
+            ops = make_ops(backend, threads)
             experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
             trunk = Trunk(checkpoint, ops, progress)
         except BaseException:
