@@ -16,7 +16,7 @@ from runtime.checkpoint import Checkpoint, inventory, read_header
 from runtime.checkpoint.inventory import EXPERT_TENSORS, expert_inventory, trunk_inventory
 from runtime.config import ModelConfig
 from runtime.errors import StorageError, UsageError
-from runtime.setup import synth
+from runtime.setup import shapes, synth
 from runtime.setup.shapes import SHAPES, layer_lists, nest, shape_config
 from runtime.setup.synth import make_ranks, synthesize, to_bf16, write_checkpoint
 from runtime.text.tokenizer import Tokenizer
@@ -253,12 +253,42 @@ def test_an_explicit_config(tmp_path: Path, pad_a_log: bool) -> None:
         ({"shape": "tiny", "vocab": 511}, "at least 512"),
         ({"shape": "tiny", "experts": 3}, "num_experts_per_token is 4"),
         ({"shape": "tiny", "layers": 0}, "num_hidden_layers is 0"),
+        ({"shape": "tiny", "experts": 0}, "num_experts is 0"),
+        ({"shape": "tiny", "top_k": -1}, "num_experts_per_token is -1"),
     ],
 )
 def test_sizes_that_make_no_model(tmp_path: Path, sizes: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         synthesize(out=tmp_path / "out", **sizes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [
+        ({"layers": 10**6}, "num_hidden_layers is 1000000, but an integer from 1 to 1000"),
+        ({"experts": 10**9}, "num_experts is 1000000000, but an integer from 1 to 10000"),
+        ({"top_k": 10**9}, "num_experts_per_token is 1000000000"),
+        ({"vocab": 10**9}, "vocab_size is 1000000000"),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: dict[str, int], named: str
+) -> None:
+    monkeypatch.setattr(shapes, "layer_lists", lambda *args, **kwargs: pytest.fail("the layers were built"))
+    with pytest.raises(UsageError, match=named):
+        synthesize("tiny", tmp_path / "out", **size)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bytes_of_the_largest_model_are_counted_without_its_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synth, "expert_prefix", lambda *args: pytest.fail("an expert was named"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with pytest.raises(StorageError, match="GB"):
+        synthesize("tiny", tmp_path / "out", layers=1000, experts=10_000)
 
 
 def test_a_directory_in_use_is_not_touched(tmp_path: Path) -> None:

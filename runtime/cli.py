@@ -7,6 +7,7 @@ fit, 130 interrupted, 141 nobody read the output, 143 terminated. Heavy imports 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 """What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, None)
-"""Why a help page cannot be written (None: stdout is closed); an OSError for anything else is a bug."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
 System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
@@ -133,7 +139,7 @@ def synth(
 ) -> None:
     """Write a synthetic checkpoint with random weights in the released format.
 
-    tiny is for tests; ladder has released experts over a small trunk (2.3 GB); slice has the released dimensions
+    tiny is for tests; ladder has released experts over a small trunk (2.5 GB); slice has the released dimensions
     in 3 layers (36 GB); k3 has all of them (1.56 TB).
     """
     from runtime.commands.synth import synth as command
@@ -152,7 +158,7 @@ def _loading(
 ) -> Loading:
     from runtime.commands.loading import Loading
 
-    reuse = expert_cache != "off"
+    cached = None if expert_cache is None or expert_cache.lower() == "off" else expert_cache
     return Loading(
         model=model,
         backend=backend,
@@ -160,8 +166,8 @@ def _loading(
         context=context,
         prefill_chunk=prefill_chunk,
         memory=None if memory is None else parse_size(memory, "--memory"),
-        expert_cache=parse_size(expert_cache, "--expert-cache") if expert_cache is not None and reuse else None,
-        reuse=reuse,
+        expert_cache=None if cached is None else parse_size(cached, "--expert-cache", "or off"),
+        reuse=expert_cache is None or cached is not None,
     )
 
 
@@ -187,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon(sys.stdout)
         return 141
     except OSError as error:
-        if error.filename is not None or error.errno not in UNWRITABLE:
+        closed = isinstance(error, io.UnsupportedOperation)
+        if not closed and (error.filename is not None or error.errno not in UNWRITABLE):
             raise
         abandon(sys.stdout)
         message = f"cannot write to standard output: {error.strerror or error}"

@@ -19,6 +19,8 @@ from runtime.errors import CheckpointError
 CONFIG_NAME = "config.json"
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 MXFP4_GROUP = 32
+MAX_LAYERS = 1_000
+MAX_EXPERTS = 10_000
 
 _MISSING = object()
 _LARGEST_NUMBER = 1e30  # nothing the model multiplies by is near it; also turns NaN and infinity away
@@ -233,7 +235,7 @@ def _read_model(text: _Section) -> ModelConfig:
     linear_beta = text.get("activation_situ_linear_beta")
     config = ModelConfig(
         hidden_size=text.integer("hidden_size"),
-        num_hidden_layers=text.integer("num_hidden_layers", maximum=1_000),
+        num_hidden_layers=text.integer("num_hidden_layers", maximum=MAX_LAYERS),
         vocab_size=text.integer("vocab_size"),
         rms_norm_eps=text.positive("rms_norm_eps"),
         activation_situ_beta=text.positive("activation_situ_beta"),
@@ -242,7 +244,7 @@ def _read_model(text: _Section) -> ModelConfig:
         intermediate_size=text.integer("intermediate_size"),
         first_k_dense_replace=text.integer("first_k_dense_replace", minimum=0),
         moe_layer_freq=text.integer("moe_layer_freq", default=1),
-        num_experts=text.integer("num_experts", maximum=10_000),
+        num_experts=text.integer("num_experts", maximum=MAX_EXPERTS),
         num_experts_per_token=text.integer("num_experts_per_token"),
         num_shared_experts=text.integer("num_shared_experts"),
         moe_intermediate_size=_grouped(text, "moe_intermediate_size"),

@@ -14,16 +14,18 @@ _ID = re.compile(r"-?[0-9]{1,18}")
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def parse_size(text: str, option: str) -> int:
-    """Bytes: 24G and 24GB are 24·10⁹, 24Gi and 24GiB are 24·2³⁰, 1000000 is itself."""
+def parse_size(text: str, option: str, otherwise: str = "") -> int:
+    """Bytes: 24G and 24GB are 24·10⁹, 24Gi and 24GiB are 24·2³⁰, 1000000 is itself.
+
+    Raises UsageError; `otherwise` is what else the option takes.
+    """
+    advice = f"write bytes or a number with K, M, G, T, such as 24G or 1.5Gi{otherwise and f', {otherwise}'}"
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise UsageError(
-            f"{option} {text!r} is not a size: write bytes or a number with K, M, G, T, such as 24G or 1.5Gi"
-        )
+        raise UsageError(f"{option} {text!r} is not a size: {advice}")
     nbytes = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _POWER[match[2].upper()])
     if nbytes < 1:
-        raise UsageError(f"{option} {text!r} is less than a byte")
+        raise UsageError(f"{option} {text!r} is less than a byte: {advice}")
     return nbytes
 
 

@@ -15,6 +15,8 @@ from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
 from runtime.text.tokenizer import Tokenizer
 
+MAX_THREADS = 1024
+
 PATIENCE_S = 2.0
 """After this long without an answer people are told what takes so long."""
 
@@ -45,6 +47,8 @@ class Loading:
         if backend == "cpu":
             if self.threads is not None and self.threads < 1:
                 raise UsageError(f"--threads {self.threads}: at least one thread is needed")
+            if self.threads is not None and self.threads > MAX_THREADS:
+                raise UsageError(f"--threads {self.threads}: no more than {MAX_THREADS} make sense")
             return self.threads or default_threads()
         if self.threads is not None:
             raise UsageError(f"--threads is for the cpu backend; {backend} does not take it: leave it out")

@@ -62,7 +62,7 @@ def run(loading: Loading, request: Request) -> None:
         config = checkpoint.config
         prompt.extend(request.encode(tokenizer))
         context = resolve_context(config, loading.context)
-        check_request(prompt, request.max_new, config.vocab_size, context)
+        check_request(prompt, request.max_new, config, context)
         room = context - len(prompt) + 1
         if request.max_new > room:
             say(f"note     a context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}")

@@ -85,17 +85,21 @@ def resolve_context(config: ModelConfig, context: int | None) -> int:
     return context
 
 
-def check_request(prompt: Sequence[int], max_new: int, vocab_size: int, context: int) -> None:
+def check_request(prompt: Sequence[int], max_new: int, config: ModelConfig, context: int) -> None:
     """Raise UsageError for a prompt or a number of new tokens that cannot be honoured."""
     if max_new < 1:
         raise UsageError(f"at least one new token must be asked for, not {max_new}: give --max-new 1 or more")
     if not prompt:
         raise UsageError("the prompt is empty: at least one token is needed to continue from")
     for position, token in enumerate(prompt):
-        if not 0 <= token < vocab_size:
-            raise UsageError(f"token id {token} at position {position} is outside the vocabulary 0..{vocab_size - 1}")
+        if not 0 <= token < config.vocab_size:
+            raise UsageError(
+                f"token id {token} at position {position} is outside the vocabulary 0..{config.vocab_size - 1}"
+            )
     if len(prompt) > context:
-        raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: raise --context")
+        longest = config.max_position_embeddings
+        advice = f"raise --context, up to {longest:,}" if len(prompt) <= longest else f"this model takes {longest:,}"
+        raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: {advice}")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -230,7 +234,7 @@ class Session:
         full. `prefilled(done, total)` hears of each prompt chunk.
         Raises UsageError for a prompt that cannot be processed, Cancelled when `cancelled()` says so.
         """
-        check_request(prompt, max_new, self.engine.config.vocab_size, self.engine.context)
+        check_request(prompt, max_new, self.engine.config, self.engine.context)
         stops = frozenset(self.engine.config.eos_token_id if stop_ids is None else stop_ids)
         room = min(max_new, self.engine.context - len(prompt) + 1)
         started, before = time.perf_counter(), self._counts()

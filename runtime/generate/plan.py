@@ -99,9 +99,9 @@ def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 def memory_limit(requested: int | None) -> tuple[int, str]:
     """(bytes the process may use, where that comes from)."""
-    if requested is not None:
-        return requested, "--memory"
     memory = psutil.virtual_memory()
+    if requested is not None:
+        return requested, "--memory" if requested <= memory.total else f"--memory, of {size(memory.total)} there are"
     limit, source = memory.available + psutil.Process().memory_info().rss, "available memory"
     cgroup = cgroup_limit()
     if cgroup is not None and cgroup < limit:

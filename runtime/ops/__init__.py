@@ -245,8 +245,13 @@ def backend_type(backend: str) -> type[Ops]:
 
         return ReferenceOps
     if backend == "cpu":
-        from runtime.ops.cpu import CpuOps
-
+        try:
+            from runtime.ops.cpu import CpuOps
+        except (ImportError, OSError) as error:
+            raise UsageError(
+                f"the cpu backend cannot be loaded ({error}): install expertstream again, or lift the limit on "
+                "address space (ulimit -v) if there is one"
+            ) from None
         return CpuOps
     if backend == "mlx":
         from runtime.ops.mlx import MlxOps

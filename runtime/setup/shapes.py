@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.config import MXFP4_FORMAT, MXFP4_GROUP
+from runtime.config import MAX_EXPERTS, MAX_LAYERS, MXFP4_FORMAT, MXFP4_GROUP
 from runtime.errors import UsageError
 from runtime.text.tokenizer import N_SPECIAL
 
@@ -145,6 +145,14 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Name → changes to `RELEASED` and to `RELEASED_KDA`."""
 
+LARGEST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+    "num_experts_per_token": MAX_EXPERTS,
+    "vocab_size": 1 << 24,
+}
+"""The sizes that may be replaced, and how far; a made-up vocabulary has no more byte strings than that."""
+
 
 def shape_config(
     shape: str,
@@ -154,7 +162,10 @@ def shape_config(
     top_k: int | None = None,
     vocab: int | None = None,
 ) -> dict[str, Any]:
-    """The config file of a shape, with some of its sizes replaced. Raises UsageError for an unknown shape."""
+    """The config file of a shape, with some of its sizes replaced.
+
+    Raises UsageError for an unknown shape, or a size no model has: before anything of that size is made.
+    """
     if shape not in SHAPES:
         raise UsageError(f"unknown shape {shape!r}: choose one of {', '.join(SHAPES)}")
     changes, kda_changes = SHAPES[shape]
@@ -166,7 +177,10 @@ def shape_config(
         "num_experts_per_token": top_k,
         "vocab_size": vocab,
     }
-    text |= {key: value for key, value in replaced.items() if value is not None}
+    for key, value in replaced.items():
+        if value is not None and not 1 <= value <= LARGEST[key]:
+            raise UsageError(f"{key} is {value}, but an integer from 1 to {LARGEST[key]} was expected")
+        text[key] = text[key] if value is None else value
     # A slice has one layer of each kind within three: dense + KDA, MLA + MoE, KDA + MoE.
     period = 2 if shape == "slice" else 4
     return nest(text, kda | layer_lists(text["num_hidden_layers"], period, end_full=shape != "slice"))

@@ -186,13 +186,8 @@ class _Shard:
 
     def tensors(self) -> Iterator[tuple[str, TensorSpec]]:
         """The tensors in file order: those outside the experts together, then the experts, out of order."""
-        if self.layer is None:
-            yield from global_inventory(self.config).items()
-            return
-        for name, spec in layer_inventory(self.config, self.layer).items():
-            padded = self.pad_a_log or not name.endswith("A_log")
-            yield name, TensorSpec(spec.released_shape if padded else spec.shape, spec.dtype)
-        if self.config.is_moe(self.layer):
+        yield from self._trunk()
+        if self.layer is not None and self.config.is_moe(self.layer):
             experts = expert_inventory(self.config)
             keys = _generator(self.seed, f"order of layer {self.layer}").random_raw(self.config.num_experts)
             for expert in np.argsort(keys, kind="stable").tolist():
@@ -200,7 +195,19 @@ class _Shard:
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for _, spec in self.tensors())
+        """Of all tensors; counted without going through the experts, of which there may be ten million."""
+        nbytes = sum(spec.nbytes for _, spec in self._trunk())
+        if self.layer is not None and self.config.is_moe(self.layer):
+            nbytes += self.config.num_experts * sum(spec.nbytes for spec in expert_inventory(self.config).values())
+        return nbytes
+
+    def _trunk(self) -> Iterator[tuple[str, TensorSpec]]:
+        if self.layer is None:
+            yield from global_inventory(self.config).items()
+            return
+        for name, spec in layer_inventory(self.config, self.layer).items():
+            padded = self.pad_a_log or not name.endswith("A_log")
+            yield name, TensorSpec(spec.released_shape if padded else spec.shape, spec.dtype)
 
 
 def _shards(config: ModelConfig, seed: int, pad_a_log: bool) -> Iterator[_Shard]:
