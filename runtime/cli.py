@@ -44,6 +44,18 @@ Memory = Annotated[
 ExpertCache = Annotated[
     str | None, typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: what --memory leaves]")
 ]
+DriveOption = Annotated[
+    list[str] | None,
+    typer.Option("--drive", metavar="NAME=PATH", help="A directory with experts, beside the model's. Repeat."),
+]
+SimulatedDrive = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--simulate-drive",
+        metavar="NAME=400MB/s[,latency=0.2ms]",
+        help="The model directory behind limits, instead of itself. Repeat.",
+    ),
+]
 Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
 Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
@@ -77,6 +89,8 @@ def run(
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
     threads: Threads = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -93,7 +107,7 @@ def run(
         option = "--system" if system is not None else "--reasoning-effort"
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
 
@@ -109,6 +123,8 @@ def chat(
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
     threads: Threads = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -117,7 +133,7 @@ def chat(
     """
     from runtime.commands.chat import chat as command
 
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
     command(loading, system, reasoning_effort, max_new, stats)
 
 
@@ -149,7 +165,10 @@ def _loading(
     prefill_chunk: int,
     memory: str | None,
     expert_cache: str | None,
+    drives: list[str] | None,
+    simulated: list[str] | None,
 ) -> Loading:
+    from runtime.commands.drives import parse_drives
     from runtime.commands.loading import Loading
 
     reuse = expert_cache != "off"
@@ -162,6 +181,7 @@ def _loading(
         memory=None if memory is None else parse_size(memory, "--memory"),
         expert_cache=parse_size(expert_cache, "--expert-cache") if expert_cache is not None and reuse else None,
         reuse=reuse,
+        layout=parse_drives(drives or (), simulated or ()),
     )
 
 

@@ -34,18 +34,20 @@ class MemoryPlan:
     state: int
     activations: int
     expert_cache: int
+    reading: int = 0
+    """Beside the cache: buffers of late reads, copies, checks of drives."""
 
     @property
     def total(self) -> int:
         """What the plan comes to."""
-        return self.process + self.trunk + self.state + self.activations + self.expert_cache
+        return self.process + self.trunk + self.state + self.activations + self.expert_cache + self.reading
 
     def as_dict(self) -> dict[str, int | str]:
         """For the run record."""
         return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
-        parts = ("process", "trunk", "state", "activations", "expert_cache")
+        parts = ("process", "trunk", "state", "activations", "expert_cache", *["reading"] * bool(self.reading))
         listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
         return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
 
@@ -107,9 +109,12 @@ def make_plan(
     memory: int | None,
     expert_cache: int | None,
     reuse: bool = True,
+    unit_bytes: int | None = None,
+    reading: int = 0,
 ) -> MemoryPlan:
     """Divide the memory. `expert_cache` is what the user asked for, None lets the cache take what is left.
 
+    unit_bytes: what one expert takes in the cache, when that is more than its own; reading: what reading needs besides.
     Without `reuse` the cache is one layer's top-k. Raises DoesNotFitError, with the floor, when it cannot be.
     """
     config = checkpoint.config
@@ -126,22 +131,23 @@ def make_plan(
         + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
     )
     activations = chunk * widths * element + config.vocab_size * element
-    floor = staging_floor(checkpoint)
-    everything = len(config.moe_layers) * config.num_experts * checkpoint.expert_nbytes
-    left = limit - process - trunk - state - activations
+    floor = staging_floor(checkpoint, unit_bytes)
+    everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
+    left = limit - process - trunk - state - activations - reading
     if expert_cache is not None:
-        check_budget(checkpoint, expert_cache)
+        check_budget(checkpoint, expert_cache, unit_bytes)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:
         expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, trunk, state, activations, expert_cache)
+    plan = MemoryPlan(limit, source, process, trunk, state, activations, expert_cache, reading)
     if plan.total > limit:
         least = plan.total - expert_cache + floor
         raise DoesNotFitError(
             f"this needs {size(plan.total)}, but the {source} allows {size(limit)}: trunk {size(trunk)}, state for "
             f"{context:,} tokens {size(state)}, activations {size(activations)}, expert cache {size(expert_cache)}, "
-            f"process {size(process)}. The least it can run in is {size(least)}: give --memory at least that on a "
+            f"process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
+            f"The least it can run in is {size(least)}: give --memory at least that on a "
             "machine that has it, or a smaller --context, --prefill-chunk or --expert-cache"
         )
     return plan
