@@ -256,6 +256,29 @@ def test_a_drive_lost_in_the_middle_of_an_answer(
         assert counts["model"].errors == 0
 
 
+def test_files_that_vanish_or_are_cut_short(embedded: Path, odd: Path, alone: Outcome, tmp_path: Path) -> None:
+    copies = shutil.copytree(odd, tmp_path / "o")
+    with Engine.load(embedded, backend="cpu", layout=Layout((("o", copies),))) as engine:
+        for number, file in enumerate(sorted(copies.iterdir())):
+            if number % 2:
+                file.unlink()
+            else:
+                file.write_bytes(file.read_bytes()[:100])
+        assert answer(engine) == alone
+        settled(engine)
+
+
+def test_large_experts_are_read_by_drive_without_being_asked(
+    embedded: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SMALL_BYTES", 1)
+    with Engine.load(embedded, backend="cpu") as engine:
+        assert answer(engine) == alone
+        settled(engine)
+        assert engine.drives is not None
+        assert list(engine.drives.counts()[0]) == ["model"]
+
+
 # -- no copy -------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +370,22 @@ def test_drives_that_are_none(tmp_path: Path, cli: Command, tiny: Path) -> None:
             layout()
     for option in (["--drive", "a"], ["--drive", "=x"], ["--simulate-drive", "a=fast"]):
         assert cli("run", *on(tiny), "--prompt-ids", "1", *option).status == 2
+
+
+def test_reads_begin_with_the_plan_and_end_with_it(tiny: Path) -> None:
+    with Checkpoint.open(tiny) as checkpoint:
+        drives = Drives(checkpoint, limits(1e8))
+        store = ExpertStore(checkpoint, ReferenceOps(), 4 * drives.unit_bytes, True, drives.start(2**24))
+        plan = store.plan(1, np.array([[0, 1, 2, 3]]))
+        assert drives.reader is not None
+        assert not drives.reader.idle
+        assert store.stats.bytes_held == 4 * drives.unit_bytes
+        plan.close()
+        assert store.stats.bytes_held == store.stats.reads == 0
+        while not drives.reader.idle:
+            time.sleep(0.001)
+        assert drives.reader.pool.in_use == 0
+        drives.close()
 
 
 # -- what the store does with what lands ---------------------------------------------------------------------------

@@ -86,10 +86,16 @@ class ExpertStore:
     def plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Generator[tuple[int, Weight], None, None]:
         """Yield each distinct expert of ids [T, k] once, with its weights: cached ones first, then as they land.
 
-        What is missing is asked for before the first is yielded, in disk order, as far as the budget goes; the rest
-        follows as experts are released. Close it when not all are taken: what is not released by then is.
+        What is missing is asked for here and now, in disk order, as far as the budget goes; the rest follows as
+        experts are released. Close it when not all are taken: what is not released by then is.
         Raises StorageError when an expert cannot be read, CheckpointError when its bytes cannot be weights.
         """
+        begun = self._plan(layer, ids)
+        next(begun)
+        return begun
+
+    def _plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Generator[tuple[int, Weight], None, None]:
+        """`plan`, with a first stop where everything is under way and nothing is taken."""
         wanted = {(layer, int(e)) for e in np.unique(ids)}
         cached = sorted(key for key in wanted if key in self._held)
         missing = deque(self._checkpoint.disk_order(layer, [e for _, e in wanted.difference(cached)]))
@@ -98,6 +104,7 @@ class ExpertStore:
         self._in_use.update(cached)  # so that no read below evicts one of them
         try:
             wave = self._submit(layer, missing)
+            yield -1, None
             for key in cached:
                 self._held.move_to_end(key)
                 yield key[1], self._held[key][0]
