@@ -18,7 +18,7 @@ from commandline import Command, on
 
 from runtime.checkpoint import Checkpoint, read_header
 from runtime.drives.device import DeviceError
-from runtime.drives.jobs import Fault
+from runtime.drives.jobs import Fault, Span
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
 from runtime.errors import CheckpointError, DoesNotFitError, StorageError, UsageError
@@ -26,7 +26,7 @@ from runtime.generate import Engine, Step
 from runtime.ops.reference import ReferenceOps
 from runtime.weights import reads
 from runtime.weights.experts import ExpertStore, staging_floor
-from runtime.weights.placement import ExpertFiles, Placement, Shards
+from runtime.weights.placement import ExpertFiles, Gathering, Placement, Shards
 from runtime.weights.reads import Drives, Layout
 
 NEW = 6
@@ -201,6 +201,20 @@ def test_experts_whose_tensors_are_anywhere(scattered: Path, even: Path, alone: 
         assert engine.checkpoint.scattered > 200
         assert answer(engine) == alone
         settled(engine)
+
+
+def test_any_part_of_an_expert_is_gathered(scattered: Path) -> None:
+    chance = random.Random(5)
+    with Checkpoint.open(scattered) as checkpoint:
+        device = Gathering(RealDevice("model", scattered), checkpoint)
+        whole = b"".join(part.tobytes() for part in checkpoint.read_expert(3, 7))
+        assert Shards("model", checkpoint).span(3, 7) == Span("model", "L3-E7.bin", 0, len(whole))
+        for _ in range(50):
+            first, last = sorted(chance.sample(range(len(whole) + 1), 2))
+            into = bytearray(last - first)
+            assert device.read("L3-E7.bin", first, memoryview(into)) >= len(into)
+            assert into == whole[first:last]
+        device.close()
 
 
 @pytest.mark.parametrize("top_ks", [1, 2])
