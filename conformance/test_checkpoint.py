@@ -507,7 +507,7 @@ def test_a_spoiled_header(copy: Path, damage: str) -> None:
 def test_a_file_that_is_no_safetensors(copy: Path, content: bytes, named: str) -> None:
     (copy / SHARDS[2]).write_bytes(content)
     message = refused(copy)
-    assert f"1 unreadable file\n  unreadable file: {copy / SHARDS[2]}" in message
+    assert f"1 unreadable file; fetch these files again\nunreadable file: {copy / SHARDS[2]}" in message
     assert named in message
 
 
@@ -558,17 +558,16 @@ def test_everything_that_differs_is_named_at_once(copy: Path) -> None:
 def test_each_missing_tensor_is_named(copy: Path, name: str) -> None:
     name = expert_prefix(1, 4) + name if name in EXPERT_TENSORS else name
     edit(copy, 1, lambda tensors: tensors.pop(name))
-    assert f"1 missing\n  missing: {name}\n" in refused(copy)
+    assert refused(copy).endswith(f"1 missing; fetch these files again\nmissing: {name}")
 
 
 def test_missing_experts_are_summed_up(copy: Path) -> None:
     experts = [name for name in load(copy / SHARDS[1]) if ".experts." in name]
     lost = [name for name in experts if name.split(".experts.")[1][0] in "0245"]
     edit(copy, 1, lambda tensors: [tensors.pop(name) for name in lost])
-    message = refused(copy)
-    assert "24 missing" in message
-    for which in ("0", "2", "{4..5}"):
-        assert f"missing: {PREFIX}1.block_sparse_moe.experts.{which}.*\n" in message
+    summary, *named = refused(copy).splitlines()
+    assert "24 missing" in summary
+    assert named == [f"missing: {PREFIX}1.block_sparse_moe.experts.{which}.*" for which in ("0", "2", "{4..5}")]
 
 
 def test_a_long_list_is_cut(copy: Path) -> None:
@@ -598,7 +597,9 @@ def test_a_missing_file_is_named_not_its_tensors(copy: Path) -> None:
     held = len(load(copy / SHARDS[1]))
     (copy / SHARDS[1]).unlink()
     message = refused(copy)
-    assert f"1 missing file\n  missing file: {SHARDS[1]}, which {INDEX} says holds {held} tensors\n" in message
+    assert message.endswith(
+        f"1 missing file; fetch these files again\nmissing file: {SHARDS[1]}, which {INDEX} says holds {held} tensors"
+    )
 
 
 def test_a_tensor_in_another_file_than_the_index_says(copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from runtime.commands.arguments import parse_size
 from runtime.commands.terminal import Interrupts
 from runtime.errors import UsageError
 from runtime.generate.embedded import NOTE
+from runtime.setup.synth import synthesize
 
 CAPITAL = "The capital of France is"
 
@@ -105,6 +107,15 @@ def test_a_prompt_file_must_be_text(cli: Command, tmp_path: Path) -> None:
     assert f"{file} is empty" in outcome.err
 
 
+def change_config(directory: Path, **changes: object) -> None:
+    """Change keys of the text model, and of the root where it has them too."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= changes
+    config |= {key: value for key, value in changes.items() if key in config}
+    path.write_text(json.dumps(config))
+
+
 def test_a_damaged_checkpoint_is_status_3(cli: Command, tiny: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(tiny, tmp_path / "damaged")
     shard = sorted(damaged.glob("*.safetensors"))[3]
@@ -113,6 +124,58 @@ def test_a_damaged_checkpoint_is_status_3(cli: Command, tiny: Path, tmp_path: Pa
     assert outcome.status == 3
     assert outcome.record["error"]["code"] == "bad_checkpoint"
     assert shard.name in outcome.record["error"]["message"]
+
+
+def test_what_is_wrong_with_a_checkpoint_is_a_line_each(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(tiny, tmp_path / "damaged")
+    change_config(damaged, num_experts=20)
+    outcome = cli("run", *on(damaged), "--prompt", "a")
+    summary, *named = outcome.err.splitlines()
+    assert outcome.status == 3
+    assert summary.startswith(f"error: {damaged} is not the checkpoint")
+    assert 2 < len(named) <= 25
+    assert all(line.startswith(("  missing: ", "  wrong shape: ")) for line in named)
+    assert any("experts.{16..19}" in line for line in named)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"vocab_size": 1000}, "vocab_size 1,000"), ({"eos_token_id": 5}, "eos_token_id 5")],
+)
+def test_the_tokenizer_of_another_model_is_status_3(
+    cli: Command, tiny: Path, tmp_path: Path, change: dict[str, int], said: str
+) -> None:
+    other = tmp_path / "other"
+    synthesize("tiny", other, vocab=change.get("vocab_size", 1024))
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copyfile(tiny / name, other / name)
+    change_config(other, **change)
+    outcome = cli("run", *on(other), "--prompt", "a")
+    assert outcome.status == 3
+    assert said in outcome.err
+    assert "another model's" in outcome.err
+
+
+def test_logits_that_are_not_numbers_are_status_3(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(tiny, tmp_path / "damaged")
+    with Checkpoint.open(damaged) as checkpoint:
+        span = checkpoint.span("language_model.model.norm.weight")
+    with open(span.path, "r+b") as shard:
+        shard.seek(span.offset)
+        shard.write(b"\xc0\x7f" * 2)  # NaN in bf16
+    outcome = cli("run", *on(damaged), "--prompt", "a")
+    assert outcome.status == 3
+    assert "the logits are not numbers" in outcome.err
+
+
+def test_memory_the_system_refuses_is_status_5(cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("runtime.generate.engine.Trunk", refuse)
+    outcome = cli("run", *on(tiny), "--prompt", "a", "--json")
+    assert outcome.status == 5
+    assert outcome.record["error"]["code"] == "does_not_fit"
 
 
 def test_a_read_that_fails_is_status_4_and_names_the_expert(

@@ -10,15 +10,18 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.checkpoint.mxfp4 import PackedExpert, decode
@@ -175,7 +178,14 @@ def test_elementary_functions_are_right_over_the_whole_range(
 # -- matrices ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that can be divided between threads is, however little work it is."""
+    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
+
+
+@pytest.mark.usefixtures("divided")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     count=st.integers(1, 60),
     columns=st.integers(1, 140),
@@ -247,7 +257,7 @@ def linear_mxfp4(x: Any, codes: Any, scales: Any, edge: bool) -> Any:
     for part in np.split(np.arange(len(x)), len(x) if edge else 1):
         rows = slice(part[0], part[-1] + 1)
         places = codes.ctypes.data, scales.ctypes.data
-        cpu.matrices.linear_mxfp4(x[rows], *places, edge, out[rows], 0, len(codes))
+        cpu.matrices.linear_mxfp4(cpu._panels(x[rows]), *places, edge, out[rows], 0, len(codes))
     return out
 
 
@@ -528,8 +538,24 @@ def digest(ops: CpuOps) -> str:
 def test_threads_do_not_change_a_bit(ops: CpuOps, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = list(all_outputs(ops))
     monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
-    for (name, a), (_, b) in zip(alone, all_outputs(CpuOps(threads)), strict=True):
-        assert a.tobytes() == b.tobytes(), name
+    many = CpuOps(threads)
+    with mock.patch.object(many._pool, "submit", wraps=many._pool.submit) as submit:
+        for (name, a), (_, b) in zip(alone, all_outputs(many), strict=True):
+            assert a.tobytes() == b.tobytes(), name
+    divided = [call.args[0].__qualname__.split(".")[1] for call in submit.call_args_list]
+    # The expert with scales at the edge goes row by row, two divided steps each.
+    calls = {"linear": 2, "delta_rule": 1, "latent_attention": 1, "expert_mlp": 2 + 2 * 5}
+    assert Counter(divided) == {name: n * (threads - 1) for name, n in calls.items()}
+
+
+def test_rows_are_packed_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
+    ops = CpuOps(3)
+    with mock.patch.object(cpu.matrices, "pack", wraps=cpu.matrices.pack) as pack:
+        ops.linear(floats(0, 9, 97), ops.matrix(bf16(1, 77, 97)))
+        assert pack.call_count == 1
+        ops.expert_mlp(floats(0, 9, 96), ops.expert(packed_expert(2, 96, 160)), BETA, LINEAR_BETA)
+        assert pack.call_count == 1 + 2
 
 
 def test_threads_take_disjoint_parts_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,6 +633,30 @@ def test_kernel_files_of_older_sources_are_dropped(tmp_path: Path, monkeypatch: 
     files.save("a", 3)
     assert files.load("a") == 3
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_killed_process_left_unfinished_is_dropped_after_an_hour(tmp_path: Path) -> None:
+    old, new = (tmp_path / f"{name}{jit._UNFINISHED}" for name in ("old", "new"))
+    for left in (old, new):
+        left.write_bytes(b"half a kernel")
+    an_hour_ago = time.time() - 3601
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    jit._KernelFiles(str(tmp_path), "rows.rms_norm").save("a", 1)
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_a_kernel_is_written_under_a_name_that_says_it_is_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(temporary: str, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jit.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        jit._KernelFiles(str(tmp_path), "rows.rms_norm").save("a", 1)
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(jit._UNFINISHED)
 
 
 def test_a_directory_that_is_gone_costs_time_only(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import shapes
 
 from runtime.generate import Engine, Step
+from runtime.ops import cpu
 
 SHAPE = "released-proportions"
 PROMPT = np.random.default_rng(11).integers(0, 512, 75).tolist()
@@ -54,9 +56,16 @@ def test_the_prefill_chunk_does_not_matter(
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_number_of_threads_does_not_matter(
-    threads: int, chunk: int, checkpoint: Path, whole: dict[str, Outcome]
+    threads: int, chunk: int, checkpoint: Path, whole: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert answer(Engine.load(checkpoint, backend="cpu", threads=threads, chunk=chunk)) == whole["cpu"]
+    """Every call that can be divided is, however little work it is: this shape is too small for a thread."""
+    monkeypatch.setattr(cpu, "WORTH_A_THREAD", 1)
+    engine = Engine.load(checkpoint, backend="cpu", threads=threads, chunk=chunk)
+    with mock.patch.object(engine.ops._pool, "submit", wraps=engine.ops._pool.submit) as submit:  # type: ignore[attr-defined]
+        assert answer(engine) == whole["cpu"]
+    kernels = {call.args[0].__qualname__.split(".")[1] for call in submit.call_args_list}
+    assert kernels == {"linear", "expert_mlp", "delta_rule", "latent_attention"}
+    assert submit.call_count >= (threads - 1) * NEW * engine.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -278,6 +278,21 @@ def test_latent_attention(ops: Any, rng: np.random.Generator, monkeypatch: Any, 
     assert_close(got, attention_by_hand(q, latent, key, kv_b, 0.2))
 
 
+def test_attention_over_a_long_past_stays_in_its_tiles(ops: Any, rng: np.random.Generator, monkeypatch: Any) -> None:
+    """Scores of all heads would be six tiles, a copy of the latents without the keys four."""
+    tile_bytes, past, heads = 1 << 18, 32_768, 12
+    monkeypatch.setattr(backend, "TILE_BYTES", tile_bytes)
+    cache = ops.latent_cache(past + 1, 8, 4)
+    cache.length = cache.append(array(normal(rng, past, 8)), array(normal(rng, past, 4)))
+    cache.append(array(normal(rng, 1, 8)), array(normal(rng, 1, 4)))
+    q, kv_b = array(normal(rng, 1, heads, 12)), ops.matrix(bf16(normal(rng, heads * 16, 8))[0])
+    mx.eval(q, kv_b, cache.rows)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(ops.latent_attention(q, cache, kv_b, 8, 4, 0.3))
+    assert mx.get_peak_memory() - before <= 5 * tile_bytes
+
+
 def test_latent_cache_forgets_a_pass_that_failed(ops: Any, rng: np.random.Generator) -> None:
     latent, key = normal(rng, 9, RANK), normal(rng, 9, ROPE)
     rubbish = array(normal(rng, 7, RANK)), array(normal(rng, 7, ROPE))
@@ -297,7 +312,7 @@ def test_latent_cache_grows_to_its_capacity_and_no_further(ops: Any, rng: np.ran
         cache.length = cache.append(array(latent[start:stop]), array(key[start:stop]))
     assert cache.rows.shape == (positions, 6)
     np.testing.assert_array_equal(np.array(cache.rows), np.concatenate([latent, key], axis=1)[:positions])
-    with pytest.raises(UsageError, match=f"holds {positions} tokens and {positions + 1} are needed"):
+    with pytest.raises(UsageError, match=f"{positions + 1} positions wanted, the context holds {positions}"):
         cache.append(array(latent[-1:]), array(key[-1:]))
 
 

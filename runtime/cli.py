@@ -18,7 +18,7 @@ import typer
 import runtime
 from runtime.commands.arguments import check_unicode, parse_size, prompt_source
 from runtime.commands.terminal import abandon, prepare, printable, say, write
-from runtime.errors import Cancelled, ExpertstreamError, StorageError, UsageError
+from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from runtime.commands.loading import Loading
@@ -196,10 +196,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status or 0)
     except ExpertstreamError as error:
-        return _fail(error.code, str(error), error.exit_code, as_json)
+        return _fail(error.code, str(error.args[0]), error.exit_code, as_json, error.details)
     except ParserError as error:
         message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, as_json)
+    except MemoryError:
+        message = "the system refused memory that was planned for: give a smaller --memory, or end other programs"
+        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, as_json)
     except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
         abandon(sys.stdout)
         return 141
@@ -213,15 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _fail(code: str, message: str, status: int, as_json: bool) -> int:
-    """One line on stderr; with --json also an error record on stdout, unless stdout is what failed."""
-    line = printable(" ".join(message.split("\n")))
+def _fail(code: str, message: str, status: int, as_json: bool, details: Sequence[str] = ()) -> int:
+    """Lines on stderr; with --json also an error record on stdout, unless stdout is what failed."""
+    lines = [printable(" ".join(line.split("\n"))) for line in (message, *details)]
     if as_json:
         from runtime.generate.record import error_record
 
         try:
-            print(json.dumps(error_record(code, message)), flush=True)
+            print(json.dumps(error_record(code, "\n".join([message, *details]))), flush=True)
         except OSError:
             abandon(sys.stdout)
-    say(line if code == Cancelled.code else f"error: {line}")
+    say("\n  ".join([lines[0] if code == Cancelled.code else f"error: {lines[0]}", *lines[1:]]))
     return status

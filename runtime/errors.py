@@ -1,19 +1,29 @@
 """The exceptions that reach a person.
 
 Each message says what was wanted, what was found, where, and what to do next. They are raised once, near the
-cause, and caught once, in `runtime.cli`, which prints the message on one line and leaves with `exit_code`.
+cause, and caught once, in `runtime.cli`, which prints the message and leaves with `exit_code`.
 This file imports nothing from the project.
 """
+
+from collections.abc import Sequence
 
 
 class ExpertstreamError(Exception):
     """Base of every error that is the world's or the user's doing, not a bug.
 
-    `code` names the kind in `--json` output; `exit_code` is the status the process ends with.
+    `code` names the kind in `--json` output; `exit_code` is the status the process ends with. The message is one
+    line; `details`, where there is a list to give, are shown below it, a line each.
     """
 
     code = "error"
     exit_code = 1
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.details = tuple(details)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.args[0]), *self.details])
 
 
 class UsageError(ExpertstreamError):

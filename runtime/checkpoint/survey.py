@@ -97,13 +97,15 @@ class Findings:
         if not self.counts:
             return
         counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        shown = [f"{path} is not the checkpoint its {CONFIG_NAME} describes: {counts}"]
+        shown = []
         for kind, lines in self.lines.items():
             lines = lines[: max(1, MAX_LINES // len(self.lines))]
-            shown += [f"  {kind}: {line}" for line, _ in lines]
+            shown += [f"{kind}: {line}" for line, _ in lines]
             if more := self.counts[kind] - sum(count for _, count in lines):
-                shown.append(f"  {kind}: ... and {more} more")
-        raise CheckpointError("\n".join([*shown, "fetch the named files again"]))
+                shown.append(f"{kind}: ... and {more} more")
+        raise CheckpointError(
+            f"{path} is not the checkpoint its {CONFIG_NAME} describes: {counts}; fetch these files again", shown
+        )
 
 
 @dataclass

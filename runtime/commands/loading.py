@@ -79,7 +79,7 @@ class Loading:
         with progress("loading", in_bytes=True) as report:
 
             def advanced(done: int, total: int) -> None:
-                stop.check()
+                stop.check("loading")
                 report(done, total)
 
             return Engine.load(
@@ -106,7 +106,7 @@ def _compile(stop: Interrupts) -> None:
 
         def compiled(done: int, total: int) -> None:
             nonlocal told
-            stop.check()
+            stop.check("compiling")
             if not told and done < total and time.perf_counter() - started > PATIENCE_S:
                 told = True
                 say("compile  the kernels, for this machine: once, part of a minute")

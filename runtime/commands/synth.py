@@ -23,7 +23,7 @@ def synth(
     with Interrupts() as stop, progress("writing", in_bytes=True) as report:
 
         def advanced(done: int, total: int) -> None:
-            stop.check()
+            stop.check("writing")
             report(done, total)
 
         nbytes = synthesize(

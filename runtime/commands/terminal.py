@@ -135,10 +135,10 @@ class Interrupts:
         """Whether somebody has asked to stop."""
         return self.signum is not None
 
-    def check(self) -> None:
-        """Raise Cancelled when somebody has asked to stop."""
+    def check(self, doing: str) -> None:
+        """Raise Cancelled when somebody has asked to stop; `doing` says what is stopped."""
         if self.cancelled():
-            raise Cancelled("stopped while loading, as asked")
+            raise Cancelled(f"stopped while {doing}, as asked")
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum

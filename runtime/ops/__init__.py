@@ -15,6 +15,7 @@ Matrices are `[out, in]` as released. Formulas: Kimi K3 model specification, sec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -30,6 +31,44 @@ Weight: TypeAlias = Any
 """A backend's own form of a weight, made once by `matrix`, `vector` or `expert`."""
 
 BACKENDS = ("cpu", "mlx", "reference")
+
+L2_EPS = 1e-6
+"""Added to the sum of squares, not to the mean, of KDA's q and k [3.3]."""
+
+RENORMALIZE_EPS = 1e-20
+"""Added to the sum of the chosen experts' scores [3.5]."""
+
+
+def check_capacity(filled: int, capacity: int) -> None:
+    """Raise UsageError when `filled` positions are more than a latent cache of `capacity` holds."""
+    if filled > capacity:
+        raise UsageError(
+            f"{filled:,} positions wanted, the context holds {capacity:,}: ask for a longer one with --context"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The largest of everything that a backend's calls will be given."""
+
+    rows: int
+    """Rows computed together."""
+    widest: int
+    """Columns or rows of the widest matrix; not the vocabulary's, whose logits are wanted for one row."""
+    sources: int
+    """Channels of all sources of `attn_res` together."""
+    matrix: int
+    """Elements of the largest trunk matrix."""
+    latent: int
+    """Z, the columns of a routed expert's w1 and w3."""
+    inter: int
+    """Rows of a routed expert's w1 and w3."""
+    heads: int
+    """Heads of latent attention."""
+    context: int
+    """Positions in a latent cache."""
+    recurrence: int
+    """Elements n·D·D of a KDA state."""
 
 
 class LatentCache(Protocol):
@@ -51,6 +90,13 @@ class Ops(Protocol):
     """One backend."""
 
     name: str
+
+    def scratch_nbytes(self, work: Workload) -> int:
+        """Bytes that calls may hold at one moment beside their arguments and results, some 100 kB left out.
+
+        That includes what a backend keeps of freed memory, and the NumPy original that `matrix` is given.
+        """
+        ...
 
     # -- weights, once at load ------------------------------------------------------------------------------
     def matrix(self, weight: npt.NDArray[Any]) -> Weight:
@@ -131,7 +177,7 @@ class Ops(Protocol):
         ...
 
     def l2_norm(self, x: Array, scale: float) -> Array:
-        """x / sqrt(Σ x² + 1e-6) · scale over the last axis of [T, n, D]."""
+        """x / sqrt(Σ x² + L2_EPS) · scale over the last axis of [T, n, D]."""
         ...
 
     def decay(self, u: Array, a_log: Array, lower_bound: float | None) -> Array:
@@ -168,7 +214,8 @@ class Ops(Protocol):
     ) -> tuple[npt.NDArray[np.int64], Array]:
         """The k experts with the largest σ(logits) + bias per row, ties to the lowest id, best first.
 
-        Returns (ids [T, k] in NumPy, weights [T, k]): the unbiased σ, over their sum when renormalised.
+        Returns (ids [T, k] in NumPy, weights [T, k]): the unbiased σ, divided by their sum + RENORMALIZE_EPS
+        when renormalised.
         """
         ...
 

@@ -17,13 +17,12 @@ import numpy.typing as npt
 
 from runtime.checkpoint.mxfp4 import PackedExpert, check_scales
 from runtime.errors import UsageError
+from runtime.ops import L2_EPS, RENORMALIZE_EPS, Workload, check_capacity
 from runtime.ops.kernels import attention, jit, matrices, rows
+from runtime.ops.kernels.attention import SCORES_AT_ONCE
 from runtime.ops.kernels.matrices import BAND
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-
-L2_EPS = 1e-6
-"""Inside the root of `l2_norm`; specification 3.3."""
 
 WORTH_A_THREAD = 2 << 20
 """Bytes of weights, counted more often for many rows, that make a part for another thread: some 100 µs of work."""
@@ -32,6 +31,14 @@ WORTH_A_THREAD = 2 << 20
 def _place(array: npt.NDArray[Any]) -> int:
     """The address of the first element; three times quicker than `array.ctypes.data`."""
     return int(array.__array_interface__["data"][0])
+
+
+def _panels(x: Floats) -> Floats:
+    """The rows as the matrix kernels take them: packed once per call, read by every thread."""
+    rows, columns = x.shape
+    panels = np.empty((rows, -(-columns // 32) * 32), np.float32)
+    matrices.pack(x, panels)
+    return panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +70,7 @@ class SplitCache:
     def append(self, latent: Floats, key: Floats) -> int:
         """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
         end = self.length + len(latent)
-        if end > self.capacity:
-            raise UsageError(
-                f"{end} positions wanted, the context holds {self.capacity}: ask for a longer one with --context"
-            )
+        check_capacity(end, self.capacity)
         if end > len(self.entries):
             grown = np.empty((min(self.capacity, max(end, 2 * len(self.entries), 64)), self._width), np.float32)
             grown[: self.length] = self.entries[: self.length]
@@ -93,12 +97,20 @@ class CpuOps:
         """Have every kernel ready. `report(ready, all)` is called as they come: the first time takes long."""
         jit.build(report)
 
+    def scratch_nbytes(self, work: Workload) -> int:
+        """One of: the widest rows in panels, an expert's five activations, every thread's scores and queries."""
+        linear = 4 * work.rows * (work.widest + 31)
+        expert = 4 * work.rows * (work.latent + 4 * work.inter)
+        scores = min(work.heads * work.context, max(4 * work.context, SCORES_AT_ONCE))
+        attention = 4 * (self.threads * scores + 2 * work.heads * work.widest)
+        return max(linear, expert, attention)
+
     def _split(self, work_bytes: int, count: int, step: int, part: Callable[[int, int], None]) -> None:
         """part(first, last) over 0 .. count, cut at multiples of `step`, on as many threads as the work is worth."""
-        parts = min(self.threads, work_bytes // WORTH_A_THREAD, -(-count // step))
-        if parts < 2 or self._pool is None:
+        if self._pool is None or work_bytes < 2 * WORTH_A_THREAD:
             part(0, count)
             return
+        parts = min(self.threads, work_bytes // WORTH_A_THREAD, -(-count // step))
         cuts = [min(count, -(-count * i // (parts * step)) * step) for i in range(parts + 1)]
         others = [self._pool.submit(part, first, last) for first, last in pairwise(cuts[1:])]
         part(cuts[0], cuts[1])
@@ -116,7 +128,9 @@ class CpuOps:
     def vector(self, weight: npt.NDArray[Any]) -> Floats:
         """Widened exactly."""
         if weight.dtype == np.uint16:
-            return (weight.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            wide = weight.astype(np.uint32)
+            wide <<= np.uint32(16)
+            return wide.view(np.float32)
         return np.array(weight, np.float32, order="C")
 
     def expert(self, packed: PackedExpert) -> Expert:
@@ -141,8 +155,9 @@ class CpuOps:
             raise ValueError(f"{x.shape[1]} channels into a matrix of {columns} columns")
         out = np.empty((len(x), count), np.float32)
         call = matrices.linear_bf16 if weight.bf16 else matrices.linear_f32
+        panels = _panels(x)
         work = weight.array.nbytes * (1 + len(x) // 4)
-        self._split(work, count, BAND, lambda first, last: call(x, weight.place, out, first, last))
+        self._split(work, count, BAND, lambda first, last: call(panels, columns, weight.place, out, first, last))
         return out
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
@@ -244,7 +259,7 @@ class CpuOps:
         self, logits: Floats, bias: Floats, k: int, renormalize: bool, scaling: float
     ) -> tuple[npt.NDArray[np.int64], Floats]:
         ids, weights = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
-        rows.route(logits, bias, renormalize, scaling, ids, weights)
+        rows.route(logits, bias, renormalize, RENORMALIZE_EPS, scaling, ids, weights)
         return ids, weights
 
     def expert_mlp(self, z: Floats, expert: Expert, beta: float, linear_beta: float | None) -> Floats:
@@ -256,15 +271,16 @@ class CpuOps:
         (w1, s1), (w2, s2), (w3, s3) = expert.places
 
         def up(first: int, last: int) -> None:
-            matrices.linear_mxfp4(z, w1, s1, expert.edge, g, first, last)
-            matrices.linear_mxfp4(z, w3, s3, expert.edge, u, first, last)
+            matrices.linear_mxfp4(latent, w1, s1, expert.edge, g, first, last)
+            matrices.linear_mxfp4(latent, w3, s3, expert.edge, u, first, last)
 
         def down(first: int, last: int) -> None:
             matrices.linear_mxfp4(hidden, w2, s2, expert.edge, out, first, last)
 
         work = expert.packed.w2_packed.nbytes * (2 + len(z))
+        latent = _panels(z)
         self._split(2 * work, width, BAND, up)
-        hidden = self.situ(g, u, beta, linear_beta)
+        hidden = _panels(self.situ(g, u, beta, linear_beta))
         self._split(work, z.shape[1], BAND, down)
         return out
 

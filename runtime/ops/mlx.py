@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint.mxfp4 import GROUP, PackedExpert
 from runtime.errors import UsageError
-from runtime.ops import Array, Weight
+from runtime.ops import L2_EPS, RENORMALIZE_EPS, Array, Weight, Workload, check_capacity
 
 os.environ["MLX_ENABLE_TF32"] = "0"
 
@@ -75,10 +75,7 @@ class MlxLatentCache:
     def append(self, latent: Array, key: Array) -> int:
         """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
         total = self.length + int(latent.shape[0])
-        if total > self.capacity:
-            raise UsageError(
-                f"the context holds {self.capacity} tokens and {total} are needed: ask for a longer context"
-            )
+        check_capacity(total, self.capacity)
         rows = self.rows
         if total > rows.shape[0]:
             more = min(max(total, 2 * rows.shape[0]), self.capacity) - rows.shape[0]
@@ -95,6 +92,16 @@ class MlxOps:
 
     def __init__(self) -> None:
         mx.set_cache_limit(FREED_BYTES)
+
+    def scratch_nbytes(self, work: Workload) -> int:
+        """What is kept of freed memory, and one of: the NumPy original of a matrix, tiles and rows, the delta rule.
+
+        MLX decides what it has under way; the factors are the most that was seen, rounded up: arrays of a tile's
+        size in `latent_attention`, of the widest rows in `short_conv`, of each source in `attn_res`, of a state.
+        """
+        tiles = 10 * max(TILE_BYTES, 4 * work.context)
+        rows = 4 * work.rows * max(6 * work.widest, 2 * work.sources)
+        return FREED_BYTES + max(2 * work.matrix, tiles + rows, 40 * 4 * work.recurrence)
 
     # -- weights --------------------------------------------------------------------------------------------------
     def matrix(self, weight: npt.NDArray[Any]) -> Weight:
@@ -173,7 +180,7 @@ class MlxOps:
         return z * mx.sigmoid(z), _ready(mx.contiguous(seen[tokens:]))
 
     def l2_norm(self, x: Array, scale: float) -> Array:
-        return x * (scale * mx.rsqrt(mx.square(x).sum(-1, keepdims=True) + 1e-6))
+        return x * (scale * mx.rsqrt(mx.square(x).sum(-1, keepdims=True) + L2_EPS))
 
     def decay(self, u: Array, a_log: Array, lower_bound: float | None) -> Array:
         rate = mx.exp(a_log)[:, None]
@@ -200,12 +207,12 @@ class MlxOps:
         return MlxLatentCache(capacity, rank, rope)
 
     def latent_attention(self, q: Array, cache: Any, kv_b: Weight, rank: int, rope: int, scale: float) -> Array:
-        """In tiles of rows and heads, so that neither kv_b in float32 nor the scores pass TILE_BYTES by much."""
+        """In tiles of rows and heads: kv_b in float32 and the scores stay within TILE_BYTES, or are one head's."""
         tokens, n, width = q.shape
         nope, present = width - rope, cache.length + tokens
         kv_b = kv_b.reshape(n, -1, rank)
         keys = cache.rows[:present]
-        heads = max(1, min(n, TILE_BYTES // (4 * kv_b.shape[1] * rank)))
+        heads = max(1, min(n, TILE_BYTES // (4 * kv_b.shape[1] * rank), TILE_BYTES // (4 * present)))
         rows = max(1, min(tokens, TILE_BYTES // (4 * heads * present)))
 
         def tile(row: int, head: int) -> Array:
@@ -215,7 +222,7 @@ class MlxOps:
             last = mx.arange(cache.length + row, cache.length + row + asked.shape[1])
             visible = mx.arange(present) <= last[:, None]
             scores = mx.where(visible, absorbed @ keys.T * scale, -mx.inf)
-            latent = mx.softmax(scores, axis=-1, precise=True) @ keys[:, :rank]
+            latent = (mx.softmax(scores, axis=-1, precise=True) @ keys)[..., :rank]  # keys[:, :rank] would be copied
             return (latent @ up[:, nope:].swapaxes(1, 2)).swapaxes(0, 1)
 
         bands = [
@@ -234,7 +241,7 @@ class MlxOps:
         ids = np.argsort(-choice, axis=1, kind="stable")[:, :k]
         weights = mx.take_along_axis(scores, _index(ids), axis=1)
         if renormalize and k > 1:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdims=True) + RENORMALIZE_EPS)
         return ids, weights * scaling
 
     def expert_mlp(self, z: Array, expert: MlxExpert, beta: float, linear_beta: float | None) -> Array:

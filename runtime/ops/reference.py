@@ -8,7 +8,7 @@ defines to the last bit, because NumPy's own differ between CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from runtime.checkpoint import mxfp4
 from runtime.checkpoint.mxfp4 import PackedExpert
-from runtime.errors import UsageError
+from runtime.ops import L2_EPS, RENORMALIZE_EPS, Workload, check_capacity
 
 F64 = npt.NDArray[np.float64]
 
-L2_EPS = 1e-6
-"""Added to the sum of squares, not to the mean, of KDA's q and k [3.3]."""
+BLOCK_BYTES = 16 << 20
+"""The most bytes of products that wait to be summed, or of a weight on its way from bf16 to float64."""
 
-RENORMALIZE_EPS = 1e-20
-"""Added to the sum of the chosen experts' scores [3.5]."""
+ELEMENTWISE = 11
+"""Arrays of their argument's size that `situ` holds at one moment beside its result: most of all functions."""
 
 
 def exp(x: F64) -> F64:
@@ -35,7 +35,7 @@ def exp(x: F64) -> F64:
     series = np.ones_like(r)
     for i in range(14, 0, -1):
         series = 1.0 + r * series / i
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return np.ldexp(series, n.astype(np.int32))
 
 
@@ -69,9 +69,25 @@ def softplus(x: F64) -> F64:
     return np.maximum(x, 0.0) + log1p(exp(-np.abs(x)))
 
 
+def blocks(rows: int, row_bytes: int) -> Iterator[slice]:
+    """0 .. rows in slices of at most BLOCK_BYTES, at least one row each."""
+    step = max(1, BLOCK_BYTES // row_bytes)
+    return (slice(first, first + step) for first in range(0, rows, step))
+
+
 def matvec(weight: F64, x: F64) -> F64:
     """weight [out, in] · x [in], each output one pairwise sum."""
-    return np.asarray(np.add.reduce(weight * x, axis=-1))
+    return np.concatenate([np.add.reduce(weight[rows] * x, axis=-1) for rows in blocks(len(weight), x.nbytes)])
+
+
+def weighted_sum(weights: F64, vectors: F64) -> F64:
+    """Σ_p weights[p] · vectors[p] over vectors [P, n], p after p."""
+    total = np.full(vectors.shape[1], -0.0)  # what added to -0.0 leaves it so
+    for rows in blocks(len(vectors), vectors[0].nbytes):
+        products = weights[rows, None] * vectors[rows]
+        products[0] += total
+        total = np.add.reduce(products, axis=0)
+    return total
 
 
 def situ(g: F64, u: F64, beta: float, linear_beta: float | None) -> F64:
@@ -91,8 +107,7 @@ class ReferenceCache:
 
     def append(self, latent: F64, key: F64) -> int:
         filled = self.length + len(latent)
-        if filled > self.capacity:
-            raise UsageError(f"the context holds {self.capacity} tokens, {filled} are needed: raise --context")
+        check_capacity(filled, self.capacity)
         self.latent = np.concatenate([self.latent[: self.length], latent])
         self.key = np.concatenate([self.key[: self.length], key])
         return filled
@@ -103,14 +118,28 @@ class ReferenceOps:
 
     name = "reference"
 
+    def scratch_nbytes(self, work: Workload) -> int:
+        """One of: a weight being widened, the functions of the widest rows, a decoded expert, scores, a new state."""
+        loading = 2 * work.matrix
+        rows = ELEMENTWISE * 8 * work.rows * work.widest
+        # Two decoded matrices of float64, and beside the third one its codes and their values before scaling.
+        expert = (2 * 8 + 8 + 9) * work.latent * work.inter + ELEMENTWISE * 8 * work.rows * work.inter
+        attention = ELEMENTWISE * 8 * work.context
+        recurrence = 2 * 8 * work.recurrence
+        return BLOCK_BYTES + max(loading, rows, expert, attention, recurrence)
+
     # -- weights ----------------------------------------------------------------------------------------------
     def matrix(self, weight: npt.NDArray[Any]) -> F64:
         return self.vector(weight)
 
     def vector(self, weight: npt.NDArray[Any]) -> F64:
-        if weight.dtype == np.uint16:
-            return (weight.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        return weight.astype(np.float64)
+        if weight.dtype != np.uint16:
+            return weight.astype(np.float64)
+        wide = np.empty(weight.shape)
+        bits, values = weight.reshape(-1), wide.reshape(-1)
+        for some in blocks(bits.size, 8):
+            values[some] = (bits[some].astype(np.uint32) << 16).view(np.float32)
+        return wide
 
     def expert(self, packed: PackedExpert) -> PackedExpert:
         return packed
@@ -205,7 +234,7 @@ class ReferenceOps:
                 absorbed = np.add.reduce(q[t, h, :nope, None] * w_k, axis=0)
                 scores = (matvec(latent, absorbed) + matvec(key, q[t, h, nope:])) * scale
                 attention = exp(scores - scores.max())
-                context = np.add.reduce(attention[:, None] * latent, axis=0) / np.add.reduce(attention)
+                context = weighted_sum(attention, latent) / np.add.reduce(attention)
                 out[t, h] = matvec(w_v, context)
         return out
 

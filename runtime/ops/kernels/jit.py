@@ -18,6 +18,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _SOURCES = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
 _VERSIONS = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
+_UNFINISHED = ".kernel-unfinished"
+"""Ending of a file's name while it is written."""
 _KERNELS: list[tuple[Any, str]] = []
 
 
@@ -58,19 +61,27 @@ class _KernelFiles:
         return None
 
     def save(self, key: object, data: object) -> None:
-        """Keep `data` under `key`, drop what older sources left. A full disk costs the next process time, no more."""
+        """Keep `data` under `key`, drop what nobody will read. A full disk costs the next process time, no more."""
         content = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(OSError):
-            for old in self._directory.glob("*-*.kernel"):
-                if not old.name.startswith(_SOURCES[:12]):
-                    old.unlink(missing_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._directory)
+            self._sweep()
+            handle, temporary = tempfile.mkstemp(_UNFINISHED, dir=self._directory)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(hashlib.sha256(content).digest() + content)
                 os.replace(temporary, self._path(key))
             except OSError:
                 os.unlink(temporary)
+
+    def _sweep(self) -> None:
+        """Remove kernels of older sources, and what processes that were killed left unfinished."""
+        for kept in self._directory.glob("*-*.kernel"):
+            if not kept.name.startswith(_SOURCES[:12]):
+                kept.unlink(missing_ok=True)
+        for left in self._directory.glob(f"*{_UNFINISHED}"):
+            with contextlib.suppress(FileNotFoundError):  # just finished by another process
+                if time.time() - left.stat().st_mtime > 3600:
+                    left.unlink()
 
 
 class _KernelCache(FunctionCache):

@@ -1,14 +1,12 @@
-"""Matrix times rows: the trunk's `linear` and `embed`, and the routed expert."""
+"""Matrix times rows: the trunk's `linear` and the routed expert. The rows are put into panels once per call."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from runtime.ops.kernels.formats import BF16, F32, MXFP4, MXFP4_EDGE, SPLIT
 from runtime.ops.kernels.jit import VECTORS, inline, kernel
-from runtime.ops.kernels.lanes import Address, address, hold, pointer
+from runtime.ops.kernels.lanes import Address, address, pointer
 from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row
 
 PANELS = (8, 4, 2, 1)
@@ -32,18 +30,6 @@ def padded(columns: int) -> int:
 def panel_rows(left: int) -> int:
     """Rows of the next panel when `left` rows are left."""
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-
-
-@inline
-def pack(x: Address, rows: int, columns: int, out: Address) -> None:
-    """Put float32 rows into panels: of its rows one block each, then the next block of each, in split layout."""
-    r = 0
-    while r < rows:
-        wide = panel_rows(rows - r)
-        for i in range(wide):
-            to = out + 4 * r * padded(columns) + 128 * i
-            unpack_row(F32, x + 4 * (r + i) * columns, columns, to, 128 * wide)
-        r += wide
 
 
 def _tiles(form: int, r: int) -> Any:
@@ -126,43 +112,48 @@ mxfp4_matrix = _matrix(MXFP4)
 bf16_row, f32_row, edge_row = _row(BF16), _row(F32), _row(MXFP4_EDGE)
 
 
-@kernel("void(float32[:,::1], intp, float32[:,::1], intp, intp)")
-def linear_bf16(x: Any, weight: int, out: Any, first: int, last: int) -> None:
-    """out[:, first:last] = x · weightᵀ for a bf16 matrix at an address."""
+@kernel("void(float32[:,::1], float32[:,::1])")
+def pack(x: Any, panels: Any) -> None:
+    """Put rows into panels: of a panel's rows one block each, then the next block of each, in split layout.
+
+    panels [rows, padded(columns)] holds them one after the other; only as a whole does its shape mean anything.
+    """
     rows, columns = x.shape
-    split = np.empty(rows * padded(columns), np.float32)
-    pack(address(x), rows, columns, address(split))
+    r = 0
+    while r < rows:
+        wide = panel_rows(rows - r)
+        for i in range(wide):
+            to = address(panels) + 4 * r * padded(columns) + 128 * i
+            unpack_row(F32, address(x) + 4 * (r + i) * columns, columns, to, 128 * wide)
+        r += wide
+
+
+@kernel("void(float32[:,::1], intp, intp, float32[:,::1], intp, intp)")
+def linear_bf16(panels: Any, columns: int, weight: int, out: Any, first: int, last: int) -> None:
+    """out[:, first:last] = x · weightᵀ for x in panels and a bf16 matrix of so many columns at an address."""
     start, step = address(out) + 4 * first, 4 * out.shape[1]
     w = pointer(weight) + 2 * first * columns
-    bf16_matrix(w, 2 * columns, w, last - first, columns, address(split), rows, start, step)
-    hold(split)
+    bf16_matrix(w, 2 * columns, w, last - first, columns, address(panels), panels.shape[0], start, step)
 
 
-@kernel("void(float32[:,::1], intp, float32[:,::1], intp, intp)")
-def linear_f32(x: Any, weight: int, out: Any, first: int, last: int) -> None:
+@kernel("void(float32[:,::1], intp, intp, float32[:,::1], intp, intp)")
+def linear_f32(panels: Any, columns: int, weight: int, out: Any, first: int, last: int) -> None:
     """The same for a float32 matrix; a matrix of bf16 values gives the same bits in both forms."""
-    rows, columns = x.shape
-    split = np.empty(rows * padded(columns), np.float32)
-    pack(address(x), rows, columns, address(split))
     start, step = address(out) + 4 * first, 4 * out.shape[1]
     w = pointer(weight) + 4 * first * columns
-    f32_matrix(w, 4 * columns, w, last - first, columns, address(split), rows, start, step)
-    hold(split)
+    f32_matrix(w, 4 * columns, w, last - first, columns, address(panels), panels.shape[0], start, step)
 
 
 @kernel("void(float32[:,::1], intp, intp, boolean, float32[:,::1], intp, intp)")
-def linear_mxfp4(x: Any, weight: int, scale: int, edge: bool, out: Any, first: int, last: int) -> None:
+def linear_mxfp4(panels: Any, weight: int, scale: int, edge: bool, out: Any, first: int, last: int) -> None:
     """The same for an MXFP4 matrix; `edge`: with scale bytes outside 2 to 252, then x has one row."""
-    rows, columns = x.shape
-    split = np.empty(rows * columns, np.float32)
-    pack(address(x), rows, columns, address(split))
+    rows, columns = panels.shape
     w, s = pointer(weight) + first * columns // 2, pointer(scale) + first * (columns // 32)
     start, step, count = address(out) + 4 * first, 4 * out.shape[1], last - first
     if edge:
-        edge_row(w, columns // 2, s, count, columns, address(split), start)
+        edge_row(w, columns // 2, s, count, columns, address(panels), start)
     else:
-        mxfp4_matrix(w, columns // 2, s, count, columns, address(split), rows, start, step)
-    hold(split)
+        mxfp4_matrix(w, columns // 2, s, count, columns, address(panels), rows, start, step)
 
 
 @kernel("boolean(intp, intp, intp, intp, intp, intp)")

@@ -183,9 +183,11 @@ def decay(u: Any, a_log: Any, bounded: bool, bound: float, out: Any) -> None:
                 store(address(out) + offset + 4 * i, n - i, exp(exponent))
 
 
-@kernel("void(float32[:,::1], float32[::1], boolean, float64, int64[:,::1], float32[:,::1])")
-def route(logits: Any, bias: Any, renormalize: bool, scaling: float, ids: Any, weights: Any) -> None:
-    """The largest σ + bias per row, ties to the lowest id, best first; weights are the unbiased σ."""
+@kernel("void(float32[:,::1], float32[::1], boolean, float64, float64, int64[:,::1], float32[:,::1])")
+def route(logits: Any, bias: Any, renormalize: bool, eps: float, scaling: float, ids: Any, weights: Any) -> None:
+    """The largest σ + bias per row, ties to the lowest id, best first; weights are the unbiased σ, over their
+    sum + eps when renormalised.
+    """
     n, k = logits.shape[1], ids.shape[1]
     scores = np.empty(n, np.float32)
     best = np.empty(k, np.float32)
@@ -211,6 +213,6 @@ def route(logits: Any, bias: Any, renormalize: bool, scaling: float, ids: Any, w
             chosen_sum += weights[t, j]
         for j in range(k):
             if renormalize and k > 1:
-                weights[t, j] /= chosen_sum + np.float32(1e-20)
+                weights[t, j] /= chosen_sum + np.float32(eps)
             weights[t, j] *= np.float32(scaling)
     hold(scores)
