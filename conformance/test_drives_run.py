@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def answer(engine: Engine) -> Outcome:
     tokens = engine.tokenizer
     assert tokens is not None
     return outcome(engine.session().generate(tokens.encode("The capital of France is"), NEW, logits_hash=True))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is ever late: a busy machine makes no faults, and every read is counted once."""
+    monkeypatch.setattr(reads, "POLICY", replace(reads.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0))
 
 
 @pytest.fixture(scope="module")
