@@ -153,6 +153,11 @@ def lost_after(count: int) -> Callable[[int], None]:
     return unplugged
 
 
+def slow(_: int) -> None:
+    """A drive that leaves most of the work to others."""
+    time.sleep(0.005)
+
+
 def settled(engine: Engine) -> None:
     """Nothing is under way and every buffer is an expert's."""
     drives, store = engine.drives, engine.experts
@@ -268,7 +273,7 @@ def test_random_delays(embedded: Path, odd: Path, alone: Outcome, devices: dict[
 def test_a_drive_lost_in_the_middle_of_an_answer(
     embedded: Path, odd: Path, alone: Outcome, devices: dict[str, Callable[[int], None]]
 ) -> None:
-    devices["o"] = lost_after(10)
+    devices["o"], devices["model"] = lost_after(10), slow
     with Engine.load(embedded, backend="cpu", layout=Layout((("o", odd),))) as engine:
         assert answer(engine) == alone
         assert engine.drives is not None
@@ -479,7 +484,7 @@ def test_failures_made_good_are_told(
     cli: Command, tiny: Path, tmp_path: Path, devices: dict[str, Callable[[int], None]]
 ) -> None:
     write_experts(tiny, tmp_path / "d", lambda *_: True)
-    devices["d"] = lost_after(2)
+    devices["d"], devices["model"] = lost_after(2), slow
     ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4, "--drive", f"d={tmp_path / 'd'}", "--stats")
     assert ended.status == 0
     assert "note     drive d: " in ended.err
