@@ -28,10 +28,13 @@ SLACK = 1 << 20
 NOTHING = Workload(rows=1, widest=32, sources=32, matrix=32, latent=32, inter=32, heads=1, context=1, recurrence=1)
 
 
+THREADS = 2
+
+
 def backend_ops(backend: str) -> Any:
     if backend == "mlx":
         pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'mlx[cpu]'")
-    return make_ops(backend, threads=2)
+    return make_ops(backend, threads=THREADS)
 
 
 def expert(latent: int, inter: int) -> PackedExpert:
@@ -99,7 +102,7 @@ def report(backend: str) -> dict[str, tuple[int, int]]:
 
         mlx.TILE_BYTES, mlx.FREED_BYTES = 2 << 20, 0
         wait, settle = mlx.mx.eval, mlx.mx.synchronize
-    ops = make_ops(backend, threads=2)
+    ops = make_ops(backend, threads=THREADS)
     if backend != "reference":
         for _, _, call in calls(ops):  # so that libraries have what they keep
             wait(call())
@@ -111,7 +114,7 @@ def report(backend: str) -> dict[str, tuple[int, int]]:
         results = call()
         wait(results)
         held = sum(getattr(part, "nbytes", 0) for part in (results if isinstance(results, tuple) else [results]))
-        taken[name] = (status("VmHWM") - before - held, ops.scratch_nbytes(work))
+        taken[name] = (status("VmHWM") - before - held, ops.scratch_nbytes(work, THREADS))
         del results
     return taken
 

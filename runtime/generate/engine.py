@@ -169,9 +169,11 @@ class Engine:
             drives = open_drives(checkpoint, layout)
             staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
             copies = backend in COPYING
+            threads = default_threads() if threads is None else threads
             plan = make_plan(
                 checkpoint,
                 backend=backend,
+                threads=threads,
                 context=context,
                 chunk=chunk,
                 memory=memory,
@@ -183,7 +185,7 @@ class Engine:
             tokenizer = load_tokenizer(checkpoint)
             if announce is not None:
                 announce(checkpoint, tokenizer, plan, drives)
-            ops = make_ops(backend, default_threads() if threads is None else threads)
+            ops = make_ops(backend, threads)
             reads = None if drives is None else drives.start(staging if copies else plan.expert_cache)
             experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads)
             trunk = Trunk(checkpoint, ops, progress)

@@ -6,14 +6,18 @@ interpreter with its libraries as found, plus a margin for what they allocate la
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import trunk_inventory
+from runtime.config import ModelConfig
 from runtime.errors import DoesNotFitError
 from runtime.model.state import state_nbytes
+from runtime.ops import Workload, backend_type
 from runtime.weights.experts import check_budget, staging_floor
 
 MARGIN = 350_000_000
@@ -23,9 +27,16 @@ HOST_RESERVE = 0.1
 """Share of the memory found that is left to everyone else when no limit was asked for."""
 
 
+PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache", "reading")
+"""What the memory is divided into, as `MemoryPlan` names it."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of each part; `limit` is what they must stay within and `source` says where it comes from."""
+    """Bytes of each part; `limit` is what they must stay within and `source` says where it comes from.
+
+    `activations` are what the layers hand on to each other, `scratch` what the arithmetic needs beside them.
+    """
 
     limit: int
     source: str
@@ -33,6 +44,7 @@ class MemoryPlan:
     trunk: int
     state: int
     activations: int
+    scratch: int
     expert_cache: int
     reading: int = 0
     """Beside the cache: buffers of late reads, copies, checks of drives."""
@@ -40,14 +52,14 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What the plan comes to."""
-        return self.process + self.trunk + self.state + self.activations + self.expert_cache + self.reading
+        return sum(getattr(self, part) for part in PARTS)
 
     def as_dict(self) -> dict[str, int | str]:
         """For the run record."""
         return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
-        parts = ("process", "trunk", "state", "activations", "expert_cache", *["reading"] * bool(self.reading))
+        parts = [part for part in PARTS if part != "reading" or self.reading]
         listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
         return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
 
@@ -100,10 +112,29 @@ def memory_limit(requested: int | None) -> tuple[int, str]:
     return int(limit * (1 - HOST_RESERVE)), source
 
 
+def workload(config: ModelConfig, context: int, chunk: int) -> Workload:
+    """The largest of what a pass of `chunk` tokens in a context gives to the backend."""
+    shapes = {name: spec.shape for name, spec in trunk_inventory(config).items()}
+    latent, inter = config.routed_expert_hidden_size, config.moe_intermediate_size
+    kda = config.linear_attn_config
+    return Workload(
+        rows=chunk,
+        widest=max(latent, inter, *(max(shape) for name, shape in shapes.items() if ".layers." in name)),
+        sources=(config.num_hidden_layers // config.attn_res_block_size + 2) * config.hidden_size,
+        matrix=max(math.prod(shape) for shape in shapes.values()),
+        latent=latent,
+        inter=inter,
+        heads=config.num_attention_heads,
+        context=context,
+        recurrence=kda.num_heads * kda.head_dim**2,
+    )
+
+
 def make_plan(
     checkpoint: Checkpoint,
     *,
     backend: str,
+    threads: int,
     context: int,
     chunk: int,
     memory: int | None,
@@ -131,23 +162,24 @@ def make_plan(
         + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
     )
     activations = chunk * widths * element + config.vocab_size * element
+    scratch = backend_type(backend).scratch_nbytes(workload(config, context, chunk), threads)
     floor = staging_floor(checkpoint, unit_bytes)
     everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
-    left = limit - process - trunk - state - activations - reading
+    left = limit - process - trunk - state - activations - scratch - reading
     if expert_cache is not None:
         check_budget(checkpoint, expert_cache, unit_bytes)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:
         expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, trunk, state, activations, expert_cache, reading)
+    plan = MemoryPlan(limit, source, process, trunk, state, activations, scratch, expert_cache, reading)
     if plan.total > limit:
         least = plan.total - expert_cache + floor
         raise DoesNotFitError(
             f"this needs {size(plan.total)}, but the {source} allows {size(limit)}: trunk {size(trunk)}, state for "
-            f"{context:,} tokens {size(state)}, activations {size(activations)}, expert cache {size(expert_cache)}, "
-            f"process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
-            f"The least it can run in is {size(least)}: give --memory at least that on a "
-            "machine that has it, or a smaller --context, --prefill-chunk or --expert-cache"
+            f"{context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
+            f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
+            f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
+            "smaller --context, --prefill-chunk or --expert-cache"
         )
     return plan

@@ -91,10 +91,12 @@ class Ops(Protocol):
 
     name: str
 
-    def scratch_nbytes(self, work: Workload) -> int:
+    @staticmethod
+    def scratch_nbytes(work: Workload, threads: int) -> int:
         """Bytes that calls may hold at one moment beside their arguments and results, some 100 kB left out.
 
         That includes what a backend keeps of freed memory, and the NumPy original that `matrix` is given.
+        `threads` is what the backend would be made with.
         """
         ...
 
@@ -236,18 +238,27 @@ class Ops(Protocol):
         ...
 
 
-def make_ops(backend: str, threads: int = 1) -> Ops:
-    """The backend by name. Raises UsageError when it is unknown or not installed."""
+def backend_type(backend: str) -> type[Ops]:
+    """The class of the backend by name. Raises UsageError when it is unknown or not installed."""
     if backend == "reference":
         from runtime.ops.reference import ReferenceOps
 
-        return ReferenceOps()
+        return ReferenceOps
     if backend == "cpu":
         from runtime.ops.cpu import CpuOps
 
-        return CpuOps(threads)
+        return CpuOps
     if backend == "mlx":
         from runtime.ops.mlx import MlxOps
 
-        return MlxOps()
+        return MlxOps
     raise UsageError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+
+
+def make_ops(backend: str, threads: int = 1) -> Ops:
+    """The backend by name, ready: `cpu` compiles its kernels. Only `cpu` has threads of its own.
+
+    Raises UsageError when it is unknown or not installed.
+    """
+    arguments = (threads,) if backend == "cpu" else ()
+    return backend_type(backend)(*arguments)

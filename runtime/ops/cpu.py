@@ -97,12 +97,13 @@ class CpuOps:
         """Have every kernel ready. `report(ready, all)` is called as they come: the first time takes long."""
         jit.build(report)
 
-    def scratch_nbytes(self, work: Workload) -> int:
+    @staticmethod
+    def scratch_nbytes(work: Workload, threads: int) -> int:
         """One of: the widest rows in panels, an expert's five activations, every thread's scores and queries."""
         linear = 4 * work.rows * (work.widest + 31)
         expert = 4 * work.rows * (work.latent + 4 * work.inter)
         scores = min(work.heads * work.context, max(4 * work.context, SCORES_AT_ONCE))
-        attention = 4 * (self.threads * scores + 2 * work.heads * work.widest)
+        attention = 4 * (threads * scores + 2 * work.heads * work.widest)
         return max(linear, expert, attention)
 
     def _split(self, work_bytes: int, count: int, step: int, part: Callable[[int, int], None]) -> None:

@@ -93,7 +93,8 @@ class MlxOps:
     def __init__(self) -> None:
         mx.set_cache_limit(FREED_BYTES)
 
-    def scratch_nbytes(self, work: Workload) -> int:
+    @staticmethod
+    def scratch_nbytes(work: Workload, threads: int) -> int:
         """What is kept of freed memory, and one of: the NumPy original of a matrix, tiles and rows, the delta rule.
 
         MLX decides what it has under way; the factors are the most that was seen, rounded up: arrays of a tile's

@@ -118,7 +118,8 @@ class ReferenceOps:
 
     name = "reference"
 
-    def scratch_nbytes(self, work: Workload) -> int:
+    @staticmethod
+    def scratch_nbytes(work: Workload, threads: int) -> int:
         """One of: a weight being widened, the functions of the widest rows, a decoded expert, scores, a new state."""
         loading = 2 * work.matrix
         rows = ELEMENTWISE * 8 * work.rows * work.widest
