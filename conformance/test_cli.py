@@ -339,7 +339,7 @@ RECORD = {
     "memory": {"budget_bytes", "plan", "peak_rss_bytes"},
     "settings": {
         *("backend", "threads", "context", "prefill_chunk", "max_new", "chat", "system", "reasoning_effort"),
-        *("memory_bytes", "expert_cache_bytes", "expert_reuse", "trunk", "precision", "versions", "platform"),
+        *("memory_bytes", "expert_cache_bytes", "expert_reuse", "drives", "trunk", "precision", "versions", "platform"),
         "machine",
     },
 }

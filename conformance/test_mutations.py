@@ -117,7 +117,12 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "MLA output gate left out": (edit(K3, "mla", ("if config.mla_use_output_gate:", "if False:")),),
     "shared experts left out": (
         edit(
-            K3, "feed_forward", ("self.ops.add(self.latent_moe(layer, x, w), shared)", "self.latent_moe(layer, x, w)")
+            K3,
+            "latent_moe",
+            (
+                'ops.add(ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)',
+                'ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"])',
+            ),
         ),
     ),
     "no norm on the experts' sum": (edit(K3, "latent_moe", ("if config.latent_moe_use_norm:", "if False:")),),

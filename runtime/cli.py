@@ -50,6 +50,18 @@ Memory = Annotated[
 ExpertCache = Annotated[
     str | None, typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: what --memory leaves]")
 ]
+DriveOption = Annotated[
+    list[str] | None,
+    typer.Option("--drive", metavar="NAME=PATH", help="A directory with experts, beside the model's. Repeat."),
+]
+SimulatedDrive = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--simulate-drive",
+        metavar="NAME=400MB/s[,latency=0.2ms]",
+        help="The model directory behind limits, instead of itself. Repeat.",
+    ),
+]
 Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
 Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
@@ -83,6 +95,8 @@ def run(
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
     threads: Threads = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -99,7 +113,7 @@ def run(
         option = "--system" if system is not None else "--reasoning-effort"
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
 
@@ -115,6 +129,8 @@ def chat(
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
     threads: Threads = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -123,7 +139,7 @@ def chat(
     """
     from runtime.commands.chat import chat as command
 
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache)
+    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
     command(loading, system, reasoning_effort, max_new, stats)
 
 
@@ -155,7 +171,10 @@ def _loading(
     prefill_chunk: int,
     memory: str | None,
     expert_cache: str | None,
+    drives: list[str] | None,
+    simulated: list[str] | None,
 ) -> Loading:
+    from runtime.commands.drives import parse_drives
     from runtime.commands.loading import Loading
 
     cached = None if expert_cache is None or expert_cache.lower() == "off" else expert_cache
@@ -168,6 +187,7 @@ def _loading(
         memory=None if memory is None else parse_size(memory, "--memory"),
         expert_cache=None if cached is None else parse_size(cached, "--expert-cache", "or off"),
         reuse=expert_cache is None or cached is not None,
+        layout=parse_drives(drives or (), simulated or ()),
     )
 
 

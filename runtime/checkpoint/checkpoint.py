@@ -27,8 +27,9 @@ class Checkpoint:
     """An opened checkpoint directory. Safe to read from any number of threads.
 
     `config`; `fingerprint`, SHA-256 over config bytes, headers and sizes of the files with text tensors, whatever
-    the path; `expert_nbytes`, the bytes of one routed expert; `trunk_nbytes`, of everything else; `notes`, what was
-    found odd but usable.
+    the path; `expert_nbytes`, the bytes of one routed expert; `trunk_nbytes`, of everything else; `experts_here`
+    [MoE layers, experts], which of them are in the directory; `scattered`, how
+    many of those are not one run; `notes`, what was found odd but usable.
     """
 
     def __init__(self, path: Path, found: Survey):
@@ -40,13 +41,18 @@ class Checkpoint:
         self.notes: list[str] = []
         self._specs, self._trunk, self._experts = found.specs, found.trunk, found.experts
         self._one_run = found.experts.one_run()
+        self.experts_here: npt.NDArray[np.bool_] = np.all(found.experts.offset >= 0, axis=-1)
+        self.scattered = int(np.count_nonzero(self.experts_here & ~self._one_run))
         self._files = Files()
 
     @classmethod
-    def open(cls, path: Path | str) -> Checkpoint:
-        """Check a directory against its config. Raises CheckpointError naming everything that does not match."""
+    def open(cls, path: Path | str, *, experts_elsewhere: bool = False) -> Checkpoint:
+        """Check a directory against its config. Raises CheckpointError naming everything that does not match.
+
+        With `experts_elsewhere` routed experts may be missing; those must not be asked for here.
+        """
         path = Path(path)
-        checkpoint = cls(path, survey(path))
+        checkpoint = cls(path, survey(path, experts_elsewhere=experts_elsewhere))
         try:
             checkpoint._take_notes()
         except BaseException:
@@ -129,19 +135,29 @@ class Checkpoint:
         if buffer.size < self.expert_nbytes:
             raise ValueError(f"an expert has {self.expert_nbytes} bytes, the buffer {buffer.size}")
         buffer = buffer[: self.expert_nbytes]
-        ends = np.cumsum([span.nbytes for span in spans])
         what = f"layer {layer} expert {expert}"
         if self.is_one_run(layer, expert):
             self._files.read(spans[0].path, spans[0].offset, _bytes_of(buffer), what)
         else:
-            for span, end in zip(spans, ends, strict=True):
-                part = buffer[end - span.nbytes : end]
+            start = 0
+            for span in spans:
+                part = buffer[start : start + span.nbytes]
                 self._files.read(span.path, span.offset, _bytes_of(part), f"{what} ({span.name})")
-        tensors = np.split(buffer, ends[:-1])
-        packed = PackedExpert(*(part.reshape(span.shape) for part, span in zip(tensors, spans, strict=True)))
+                start += span.nbytes
+        return self.view_expert(layer, expert, buffer, check=check)
+
+    def view_expert(self, layer: int, expert: int, buffer: Bytes, *, check: bool = True) -> PackedExpert:
+        """The six tensors of an expert as views into its bytes [expert_nbytes], which somebody has read.
+
+        With `check`, a scale of 255 (NaN) raises CheckpointError naming the tensor.
+        """
+        specs = self._experts.specs
+        tensors = np.split(buffer, np.cumsum([spec.nbytes for spec in specs[:-1]]))
+        packed = PackedExpert(*(part.reshape(spec.shape) for part, spec in zip(tensors, specs, strict=True)))
         if check:
             for column in (1, 3, 5):
-                check_scales(packed[column], f"{what}, {spans[column].name}")
+                name = expert_prefix(layer, expert) + EXPERT_TENSORS[column]
+                check_scales(packed[column], f"layer {layer} expert {expert}, {name}")
         return packed
 
     def _row(self, layer: int, expert: int) -> int:
@@ -166,9 +182,9 @@ class Checkpoint:
                 dropped = np.count_nonzero(self._read_stored(name)[kept:])
                 if dropped:
                     self.notes.append(f"{name}: {dropped} entries past the {kept} heads are not zero, and are not used")
-        scattered = int(np.count_nonzero(~self._one_run))
-        if scattered:
-            self.notes.append(f"{scattered} of {self._one_run.size} experts are not one run and take six reads each")
+        if self.scattered:
+            total = self._one_run.size
+            self.notes.append(f"{self.scattered} of {total} experts are not one run and take six reads each")
 
 
 def _bytes_of(values: npt.NDArray[Any]) -> memoryview:

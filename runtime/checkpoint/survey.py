@@ -122,14 +122,17 @@ class Survey:
     fingerprint: str
 
 
-def survey(directory: Path) -> Survey:
-    """Look through a checkpoint directory. Raises CheckpointError naming everything that is wrong with it."""
+def survey(directory: Path, *, experts_elsewhere: bool = False) -> Survey:
+    """Look through a checkpoint directory. Raises CheckpointError naming everything that is wrong with it.
+
+    With `experts_elsewhere`, a routed expert of which nothing is here is no fault: another place may have it.
+    """
     config_bytes = read_config(_checked(directory) / CONFIG_NAME)
     config = ModelConfig.from_json(config_bytes, str(directory / CONFIG_NAME))
     paths = sorted(directory.glob(SHARD_PATTERN))
     if not paths:
         raise CheckpointError(f"{directory} has a {CONFIG_NAME} but no {SHARD_PATTERN}; fetch the weights too")
-    surveyor = _Surveyor(config, paths)
+    surveyor = _Surveyor(config, paths, experts_elsewhere)
     digest = hashlib.sha256(b"%d\n" % len(config_bytes) + config_bytes)
     for path in paths:
         try:
@@ -169,8 +172,9 @@ def _checked(directory: Path) -> Path:
 class _Surveyor:
     """The state of one survey."""
 
-    def __init__(self, config: ModelConfig, paths: list[Path]):
+    def __init__(self, config: ModelConfig, paths: list[Path], experts_elsewhere: bool = False):
         self.config = config
+        self.experts_elsewhere = experts_elsewhere
         self.specs = trunk_inventory(config)
         self.trunk: dict[str, TensorSpan] = {}
         self.experts = ExpertTable(config)
@@ -242,8 +246,9 @@ class _Surveyor:
         listed = array("q")
         for name, file_name in read_weight_map(index):
             if file_name not in present:
-                if released_name(name, self.config.num_hidden_layers) is None:
-                    continue  # vision files need not be there
+                released = released_name(name, self.config.num_hidden_layers)
+                if released is None or (self.experts_elsewhere and _EXPERT.fullmatch(released)):
+                    continue  # vision files need not be there, nor experts that other drives hold
                 absent[file_name] += 1
             listed.append(hash((name, file_name)))
         for file_name, tensors in sorted(absent.items()):
@@ -291,6 +296,8 @@ class _Surveyor:
                 self.findings.add("missing", name)
         for layer, row in self.experts.row.items():
             absent = self.experts.offset[row] < 0
+            if self.experts_elsewhere:
+                absent[absent.all(axis=1)] = False
             if absent.any():
                 self._excuse(layer, absent)
                 self._name_missing_experts(layer, absent)
@@ -303,7 +310,7 @@ class _Surveyor:
 
     def _name_missing_experts(self, layer: int, absent: npt.NDArray[np.bool_]) -> None:
         whole = np.flatnonzero(absent.all(axis=1)).tolist()
-        for first, last in _ranges(whole):
+        for first, last in ranges(whole):
             which = str(first) if first == last else f"{{{first}..{last}}}"
             tensors = (last - first + 1) * len(EXPERT_TENSORS)
             self.findings.add("missing", f"{LAYERS}{layer}.block_sparse_moe.experts.{which}.*", tensors)
@@ -311,7 +318,7 @@ class _Surveyor:
             self.findings.add("missing", expert_prefix(layer, expert) + EXPERT_TENSORS[column])
 
 
-def _ranges(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def ranges(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The runs of consecutive numbers in an ascending list, as (first, last)."""
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
 from runtime.text.tokenizer import Tokenizer
+from runtime.weights.reads import Drives, Layout
 
 MAX_THREADS = 1024
 
@@ -36,6 +37,7 @@ class Loading:
     memory: int | None = None
     expert_cache: int | None = None
     reuse: bool = True
+    layout: Layout = field(default_factory=Layout)
 
     @property
     def note(self) -> str | None:
@@ -59,7 +61,9 @@ class Loading:
         backend = self.backend or default_backend()
         threads = self.resolved_threads(backend)
 
-        def announce(checkpoint: Checkpoint, tokenizer: Tokenizer | None, plan: MemoryPlan) -> None:
+        def announce(
+            checkpoint: Checkpoint, tokenizer: Tokenizer | None, plan: MemoryPlan, drives: Drives | None
+        ) -> None:
             config = checkpoint.config
             say(f"model    {self.note or checkpoint.path}")
             say(
@@ -69,6 +73,8 @@ class Loading:
             )
             for note in checkpoint.notes:
                 say(f"         {note}")
+            for number, line in enumerate(drives.lines() if drives is not None else ()):
+                say(f"{'' if number else 'drives':8} {line}")
             say(f"memory   {plan}")
             ready(checkpoint, tokenizer)
             if backend == "cpu":
@@ -89,6 +95,7 @@ class Loading:
                 memory=self.memory,
                 expert_cache=self.expert_cache,
                 reuse=self.reuse,
+                layout=self.layout,
                 announce=announce,
                 progress=advanced,
             )

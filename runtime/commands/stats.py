@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from runtime.generate import Session, Step
+from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, timing
 
@@ -18,12 +18,24 @@ def token_line(number: int, step: Step, piece: str) -> str:
     )
 
 
+def read_lines(engine: Engine) -> list[tuple[str, str]]:
+    """What was read from each drive. The trunk is read from the model directory, whatever drives there are."""
+    plain = engine.checkpoint
+    lines = [
+        ("read in all" if engine.drives is None else "trunk", f"{size(plain.bytes_read)} in {plain.reads:,} reads")
+    ]
+    for name, counts in engine.drives.counts()[0].items() if engine.drives is not None else ():
+        trouble = f", {counts.errors:,} failed" if counts.errors else ""
+        lines.append((f"drive {name}", f"{size(counts.requested_bytes)} in {counts.reads:,} reads{trouble}"))
+    return lines
+
+
 def table(session: Session, steps: Sequence[Step]) -> str:
     """The run in a few rows: prompt, tokens, experts, memory."""
     from tabulate import tabulate
 
     engine, prefill, decoded = session.engine, session.prefill, steps[1:]
-    stats, checkpoint, plan = engine.experts.stats, engine.checkpoint, engine.plan
+    stats, plan = engine.experts.stats, engine.plan
     times = timing(engine, prefill, steps)
     rows = [
         ("load", f"{times['load_s']:.2f} s"),
@@ -41,7 +53,7 @@ def table(session: Session, steps: Sequence[Step]) -> str:
     rows += [
         ("experts", f"{stats.hits:,} hits, {stats.misses:,} misses, {stats.evictions:,} evictions"),
         ("expert cache", f"{size(stats.peak_bytes)} at most, of {size(engine.experts.budget_bytes)}"),
-        ("read in all", f"{size(checkpoint.bytes_read)} in {checkpoint.reads:,} reads"),
+        *read_lines(engine),
         ("memory", f"{size(peak_rss_bytes())} at most, {size(plan.total)} planned, of {size(plan.limit)}"),
     ]
     return str(tabulate(rows, tablefmt="plain", disable_numparse=True))

@@ -81,6 +81,7 @@ class Roll:
     def _suspect(self, drive: DriveLedger, fault: Fault, detail: str, now: float, out: list[Action]) -> None:
         if drive.health in (Health.SUSPECT, Health.LOST):
             return
+        drive.trouble = detail
         self._set(drive, Health.SUSPECT)
         self._back_off(drive, now)
         out.append(DriveSuspect(drive.name, fault, detail, drive.retry_at - now))
@@ -129,6 +130,7 @@ class Roll:
 
     def _check_failed(self, drive: DriveLedger, detail: str, now: float, out: list[Action]) -> None:
         drive.failed_checks += 1
+        drive.trouble = detail
         if drive.health in (Health.READY, Health.NEW):
             self._suspect(drive, Fault.GONE, detail, now, out)
         else:

@@ -135,6 +135,7 @@ class DriveLedger:
         self.retry_at = 0.0
         self.check_due: float | None = None
         self.failed_checks = 0
+        self.trouble = ""
         self.strikes = 0
         self.good_reads = 0
 

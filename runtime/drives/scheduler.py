@@ -308,7 +308,8 @@ class Scheduler:
         told = {drive for drive, _, _ in reasons}
         for d, span in work.spans.items():
             if span.drive not in told and self._drives[d].health is Health.LOST:
-                reasons.append((span.drive, Fault.GONE, "the drive does not answer its checks"))
+                trouble = f"the drive does not answer its checks: {self._drives[d].trouble}"
+                reasons.append((span.drive, Fault.GONE, trouble))
         self._close(work, out)
         out.append(JobFailed(work.job.key, tuple(reasons)))
 

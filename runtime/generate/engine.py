@@ -25,7 +25,8 @@ from runtime.model.k3 import K3
 from runtime.model.state import State
 from runtime.ops import Ops, make_ops
 from runtime.text.tokenizer import Tokenizer
-from runtime.weights.experts import ExpertStore
+from runtime.weights.experts import COPYING, ExpertStore, staging_floor
+from runtime.weights.reads import Drives, Layout, open_drives
 from runtime.weights.trunk import Progress, Trunk
 
 DEFAULT_CHUNK = 512
@@ -133,6 +134,8 @@ class Engine:
     context: int
     chunk: int
     load_seconds: float
+    drives: Drives | None = None
+    """None when experts are read plainly from the model directory."""
 
     @classmethod
     def load(
@@ -146,24 +149,30 @@ class Engine:
         memory: int | None = None,
         expert_cache: int | None = None,
         reuse: bool = True,
-        announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan], None] | None = None,
+        layout: Layout | None = None,
+        announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan, Drives | None], None] | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
         `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
-        between tokens.
+        between tokens. `layout`: where experts are, beside the model directory.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
         if chunk < 1:
             raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
-        checkpoint = Checkpoint.open(path)
+        layout = layout or Layout()
+        checkpoint = Checkpoint.open(path, experts_elsewhere=bool(layout.directories))
+        drives = None
         try:
             context = resolve_context(checkpoint.config, context)
             chunk = min(chunk, context)
             backend = backend or default_backend()
+            drives = open_drives(checkpoint, layout)
+            staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
+            copies = backend in COPYING
             threads = default_threads() if threads is None else threads
             plan = make_plan(
                 checkpoint,
@@ -174,21 +183,29 @@ class Engine:
                 memory=memory,
                 expert_cache=expert_cache,
                 reuse=reuse,
+                unit_bytes=None if drives is None else drives.unit_bytes,
+                reading=0 if drives is None else drives.extra_bytes + staging * copies,
             )
             tokenizer = load_tokenizer(checkpoint)
             if announce is not None:
-                announce(checkpoint, tokenizer, plan)
+                announce(checkpoint, tokenizer, plan, drives)
             ops = make_ops(backend, threads)
-            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse)
+            reads = None if drives is None else drives.start(staging if copies else plan.expert_cache)
+            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads)
             trunk = Trunk(checkpoint, ops, progress)
         except BaseException:
+            if drives is not None:
+                drives.close()
             checkpoint.close()
             raise
         model = K3(checkpoint.config, ops, trunk, experts)
-        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, drives)
 
     def close(self) -> None:
-        """Close the checkpoint's files. Generating afterwards is an error."""
+        """Close drives and files. Generating afterwards is an error."""
+        if self.drives is not None:
+            self.drives.close()
         self.checkpoint.close()
 
     def __enter__(self) -> Engine:

@@ -27,7 +27,7 @@ HOST_RESERVE = 0.1
 """Share of the memory found that is left to everyone else when no limit was asked for."""
 
 
-PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache")
+PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache", "reading")
 """What the memory is divided into, as `MemoryPlan` names it."""
 
 
@@ -46,6 +46,8 @@ class MemoryPlan:
     activations: int
     scratch: int
     expert_cache: int
+    reading: int = 0
+    """Beside the cache: buffers of late reads, copies, checks of drives."""
 
     @property
     def total(self) -> int:
@@ -57,7 +59,8 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
-        listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in PARTS)
+        parts = [part for part in PARTS if part != "reading" or self.reading]
+        listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
         return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
 
 
@@ -137,9 +140,12 @@ def make_plan(
     memory: int | None,
     expert_cache: int | None,
     reuse: bool = True,
+    unit_bytes: int | None = None,
+    reading: int = 0,
 ) -> MemoryPlan:
     """Divide the memory. `expert_cache` is what the user asked for, None lets the cache take what is left.
 
+    unit_bytes: what one expert takes in the cache, when that is more than its own; reading: what reading needs besides.
     Without `reuse` the cache is one layer's top-k. Raises DoesNotFitError, with the floor, when it cannot be.
     """
     config = checkpoint.config
@@ -157,22 +163,23 @@ def make_plan(
     )
     activations = chunk * widths * element + config.vocab_size * element
     scratch = backend_type(backend).scratch_nbytes(workload(config, context, chunk), threads)
-    floor = staging_floor(checkpoint)
-    everything = len(config.moe_layers) * config.num_experts * checkpoint.expert_nbytes
-    left = limit - process - trunk - state - activations - scratch
+    floor = staging_floor(checkpoint, unit_bytes)
+    everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
+    left = limit - process - trunk - state - activations - scratch - reading
     if expert_cache is not None:
-        check_budget(checkpoint, expert_cache)
+        check_budget(checkpoint, expert_cache, unit_bytes)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:
         expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, trunk, state, activations, scratch, expert_cache)
+    plan = MemoryPlan(limit, source, process, trunk, state, activations, scratch, expert_cache, reading)
     if plan.total > limit:
         least = plan.total - expert_cache + floor
         raise DoesNotFitError(
             f"this needs {size(plan.total)}, but the {source} allows {size(limit)}: trunk {size(trunk)}, state for "
             f"{context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
-            f"{size(expert_cache)}, process {size(process)}. The least it can run in is {size(least)}: give --memory "
-            "at least that on a machine that has it, or a smaller --context, --prefill-chunk or --expert-cache"
+            f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
+            f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
+            "smaller --context, --prefill-chunk or --expert-cache"
         )
     return plan

@@ -16,6 +16,7 @@ from typing import Any
 
 import runtime
 from runtime.generate.engine import Engine, PrefillStats, Session, Step
+from runtime.weights.placement import MODEL
 
 SCHEMA = "expertstream.run/1"
 
@@ -25,9 +26,6 @@ PRECISION = {
     "mlx": "weight-exact: released weights, float32 activations",
 }
 """What each backend computes in. Every one uses the weights as released."""
-
-DRIVE = "model"
-"""The name of the model directory as a drive."""
 
 Record = dict[str, Any]
 
@@ -112,15 +110,41 @@ def _model(engine: Engine, note: str | None) -> Record:
 
 
 def _io(engine: Engine) -> Record:
-    """What was asked of the system; `device_bytes`, what drives really delivered, is not measured in this mode."""
-    checkpoint, demand = engine.checkpoint, engine.experts.stats.bytes_read
-    total = checkpoint.bytes_read
-    drive = {"bytes": total, "reads": checkpoint.reads, "retries": 0, "errors": 0, "mode": "buffered"}
+    """What was read, by drive and kind. The trunk, and experts without drives, come plainly through the page cache."""
+    checkpoint = engine.checkpoint
+    plain: Record = {
+        "bytes": checkpoint.bytes_read,
+        "reads": checkpoint.reads,
+        "retries": 0,
+        "errors": 0,
+        "mode": "buffered",
+    }
+    if engine.drives is None:
+        demand = engine.experts.stats.bytes_read
+        return {
+            "requested_bytes": checkpoint.bytes_read,
+            "device_bytes": None,
+            "by_drive": {MODEL: plain},
+            "by_kind": {"demand": demand, "trunk": checkpoint.bytes_read - demand},
+        }
+    counts, kinds, modes = engine.drives.counts()
+    drives: dict[str, Record] = {
+        name: {"bytes": c.requested_bytes, "reads": c.reads, "retries": c.retries, "errors": c.errors}
+        | {"mode": modes[name]}
+        for name, c in counts.items()
+    }
+    if (model := drives.get(MODEL)) is not None:
+        model["bytes"] += plain["bytes"]
+        model["reads"] += plain["reads"]
+        model["mode"] = f"{model['mode']}; trunk buffered"
+    else:
+        drives[MODEL] = plain
     return {
-        "requested_bytes": total,
-        "device_bytes": None,
-        "by_drive": {DRIVE: drive},
-        "by_kind": {"demand": demand, "trunk": total - demand},
+        "requested_bytes": sum(drive["bytes"] for drive in drives.values()),
+        "device_bytes": checkpoint.bytes_read + sum(c.device_bytes for c in counts.values()),
+        "by_drive": drives,
+        "by_kind": {"demand": 0, **{kind: c.requested_bytes for kind, c in kinds.items()}}
+        | {"trunk": checkpoint.bytes_read},
     }
 
 
@@ -153,6 +177,7 @@ def _settings(engine: Engine) -> Record:
         "memory_bytes": engine.plan.limit,
         "expert_cache_bytes": engine.plan.expert_cache,
         "expert_reuse": engine.experts.reuse,
+        "drives": None if engine.drives is None else engine.drives.settings,
         "trunk": "bf16",
         "precision": PRECISION[engine.ops.name],
         "versions": {

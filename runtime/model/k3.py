@@ -154,8 +154,7 @@ class K3:
         """The dense MLP of the first layers, or the stable LatentMoE [3.5, 3.6]."""
         if not self.config.is_moe(layer):
             return self.mlp(x, w, "mlp")
-        shared = self.mlp(x, w, "block_sparse_moe.shared_experts")
-        return self.ops.add(self.latent_moe(layer, x, w), shared)
+        return self.latent_moe(layer, x, w)
 
     def mlp(self, x: Array, w: LayerWeights, prefix: str) -> Array:
         """SiTU(x·gateᵀ, x·upᵀ)·downᵀ [3.7]."""
@@ -166,7 +165,10 @@ class K3:
         return ops.linear(a, w[f"{prefix}.down_proj"])
 
     def latent_moe(self, layer: int, x: Array, w: LayerWeights) -> Array:
-        """Routed experts in the latent space. Each distinct expert is asked for once and serves all its rows."""
+        """Routed experts in the latent space, beside the shared ones, which are computed while the others are read.
+
+        Each distinct expert is asked for once and serves all its rows.
+        """
         ops, config = self.ops, self.config
         ids, weights = ops.route(
             ops.linear(x, w["block_sparse_moe.gate"]),
@@ -175,9 +177,10 @@ class K3:
             config.moe_renormalize,
             config.routed_scaling_factor,
         )
-        z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
         outputs: dict[int, Array] = {}
         with closing(self.experts.plan(layer, ids)) as routed:
+            z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
+            shared = self.mlp(x, w, "block_sparse_moe.shared_experts")
             for expert, packed in routed:
                 chosen_by = np.flatnonzero((ids == expert).any(axis=1))
                 outputs[expert] = ops.expert_mlp(
@@ -187,4 +190,4 @@ class K3:
         y = ops.combine(outputs, ids, weights)
         if config.latent_moe_use_norm:
             y = ops.rms_norm(y, w["block_sparse_moe.routed_expert_norm"], config.rms_norm_eps)
-        return ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"])
+        return ops.add(ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)

@@ -1,0 +1,32 @@
+"""Drives as people write them on a command line, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.commands.terminal import say
+from runtime.drives.throttled import Limit
+from runtime.errors import UsageError
+from runtime.generate import Engine
+from runtime.weights.reads import Layout
+
+
+def parse_drives(drives: Sequence[str], simulated: Sequence[str]) -> Layout:
+    """From the values of `--drive NAME=PATH` and of `--simulate-drive`. Raises UsageError."""
+    directories = []
+    for text in drives:
+        name, equals, path = text.partition("=")
+        if not name.strip() or not path or not equals:
+            raise UsageError(f"--drive {text!r} is not understood: write NAME=PATH, such as a=/mnt/a")
+        directories.append((name.strip(), Path(path)))
+    return Layout(tuple(directories), tuple(Limit.parse(text) for text in simulated))
+
+
+def tell_failures(engine: Engine) -> None:
+    """Say which drives failed on the way, and that it was made good."""
+    if engine.drives is None:
+        return
+    for name, counts in engine.drives.counts()[0].items():
+        if counts.errors:
+            say(f"note     drive {name}: {counts.errors:,} reads failed; other copies were read")

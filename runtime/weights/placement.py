@@ -1,0 +1,185 @@
+"""Which drive holds which expert, and where.
+
+Two layouts, in any mix: the released shards of the model directory, in place; and directories with one file per
+expert, `L<layer>-E<expert>.bin`, the six tensors back to back in the order of `PackedExpert`, at the top or in
+`k3-experts/`. A directory may have all experts, some of them, or none. Nothing is ever written there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.survey import ranges
+from runtime.drives.device import Device
+from runtime.drives.jobs import Span
+from runtime.errors import CheckpointError, StorageError
+
+MODEL = "model"
+"""The name of the model directory as a drive."""
+
+FOLDERS = ("", "k3-experts")
+"""Where in a directory the files of experts may lie. What is found first counts."""
+
+SHOWN = 8
+"""Stretches of experts that a message names."""
+
+_FILE = re.compile(r"L(0|[1-9][0-9]{0,8})-E(0|[1-9][0-9]{0,8})\.bin")
+
+Table = npt.NDArray[np.bool_]
+"""[MoE layers, experts]"""
+
+
+class Holder(Protocol):
+    """A drive's copies. `here`: of which experts; `notes`: what was found odd."""
+
+    name: str
+    here: Table
+    notes: list[str]
+
+    def span(self, layer: int, expert: int) -> Span:
+        """Where the copy of an expert that is here lies."""
+        ...
+
+
+class Shards:
+    """The released files of the model directory.
+
+    An expert whose six tensors are not one run has no single place; it goes by the name of a file that is not there,
+    `L<layer>-E<expert>.bin`, which `Gathering` reads from its six places.
+    """
+
+    def __init__(self, name: str, checkpoint: Checkpoint) -> None:
+        self.name, self.here = name, checkpoint.experts_here
+        self.notes: list[str] = []
+        self._checkpoint = checkpoint
+
+    def span(self, layer: int, expert: int) -> Span:
+        nbytes = self._checkpoint.expert_nbytes
+        if not self._checkpoint.is_one_run(layer, expert):
+            return Span(self.name, f"L{layer}-E{expert}.bin", 0, nbytes)
+        first = self._checkpoint.expert_spans(layer, expert)[0]
+        return Span(self.name, first.path.name, first.offset, nbytes)
+
+
+class ExpertFiles:
+    """A directory with a file per expert. Only regular files of exactly an expert's length count.
+
+    Raises StorageError when the directory cannot be listed.
+    """
+
+    def __init__(self, name: str, path: Path, checkpoint: Checkpoint) -> None:
+        self.name = name
+        self.here = np.zeros_like(checkpoint.experts_here)
+        self.notes: list[str] = []
+        self._folder = np.zeros(self.here.shape, np.uint8)
+        self._rows = {layer: row for row, layer in enumerate(checkpoint.config.moe_layers)}
+        self._nbytes = checkpoint.expert_nbytes
+        odd: list[str] = []
+        for index, folder in enumerate(FOLDERS):
+            for row, expert, entry in self._files(path / folder):
+                found = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode):
+                    odd.append(f"{entry.name} is no regular file")
+                elif found.st_size != self._nbytes:
+                    odd.append(f"{entry.name} has {found.st_size:,} bytes, not {self._nbytes:,}")
+                elif not self.here[row, expert]:
+                    self.here[row, expert] = True
+                    self._folder[row, expert] = index
+        if odd:
+            self.notes.append(f"drive {name}: {len(odd)} files are not used: {min(odd)}" + ", …" * (len(odd) > 1))
+
+    def _files(self, folder: Path) -> Iterator[tuple[int, int, os.DirEntry[str]]]:
+        """(row, expert, entry) of everything here that has the name of one of the model's experts."""
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    match = _FILE.fullmatch(entry.name)
+                    row = self._rows.get(int(match[1])) if match else None
+                    if match and row is not None and int(match[2]) < self.here.shape[1]:
+                        yield row, int(match[2]), entry
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(f"drive {self.name}: cannot list {folder}: {error.strerror or error}") from None
+
+    def span(self, layer: int, expert: int) -> Span:
+        folder = FOLDERS[int(self._folder[self._rows[layer], expert])]
+        return Span(self.name, os.path.join(folder, f"L{layer}-E{expert}.bin"), 0, self._nbytes)
+
+
+class Placement:
+    """Every expert's holders. Raises CheckpointError naming the experts that have none."""
+
+    def __init__(self, checkpoint: Checkpoint, holders: Sequence[Holder]) -> None:
+        self.holders = [holder for holder in holders if holder.here.any()]
+        self.notes = [note for holder in holders for note in holder.notes]
+        self.notes += [f"drive {h.name} holds no expert of this model" for h in holders if h not in self.holders]
+        layers = checkpoint.config.moe_layers
+        self._rows = {layer: row for row, layer in enumerate(layers)}
+        held = np.zeros_like(checkpoint.experts_here)
+        for holder in holders:
+            held |= holder.here
+        if not held.all():
+            stretches = [
+                f"layer {layer} expert{'s' if first < last else ''} {first}" + f" to {last}" * (first < last)
+                for layer, row in self._rows.items()
+                for first, last in ranges(np.flatnonzero(~held[row]).tolist())
+            ]
+            more = f" and {len(stretches) - SHOWN} more stretches" if len(stretches) > SHOWN else ""
+            raise CheckpointError(
+                f"{np.count_nonzero(~held):,} of {held.size:,} experts are on none of the drives "
+                f"{', '.join(holder.name for holder in holders)}: {', '.join(stretches[:SHOWN])}{more}; "
+                "name a directory that has them with --drive"
+            )
+
+    def spans(self, layer: int, expert: int) -> tuple[Span, ...]:
+        """Every copy of an expert."""
+        row = self._rows[layer]
+        return tuple(holder.span(layer, expert) for holder in self.holders if holder.here[row, expert])
+
+
+class Gathering:
+    """The drive of the model directory, where some experts are not one run: those are read from their six places.
+
+    Such a read counts as one, and may move two blocks more than it was asked for at each of the places.
+    """
+
+    def __init__(self, inner: Device, checkpoint: Checkpoint) -> None:
+        self.inner, self._checkpoint = inner, checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def alignment(self) -> int:
+        return self.inner.alignment
+
+    @property
+    def mode(self) -> str:
+        return self.inner.mode
+
+    def read(self, file: str, offset: int, into: memoryview) -> int:
+        match = _FILE.fullmatch(file)
+        if match is None:
+            return self.inner.read(file, offset, into)
+        moved, start, end = 0, 0, offset + len(into)
+        for span in self._checkpoint.expert_spans(int(match[1]), int(match[2])):
+            first, last = max(offset, start), min(end, start + span.nbytes)
+            if first < last:
+                part = into[first - offset : last - offset]
+                moved += self.inner.read(span.path.name, span.offset + first - start, part)
+            start += span.nbytes
+        return moved
+
+    def close(self) -> None:
+        self.inner.close()
