@@ -32,6 +32,7 @@ from runtime.checkpoint.inventory import (
 from runtime.checkpoint.survey import ExpertTable
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError, StorageError
+from runtime.generate.engine import load_tokenizer
 from runtime.setup.shapes import shape_config
 from runtime.setup.synth import write_checkpoint
 
@@ -454,6 +455,36 @@ def test_places_that_may_not_be_read(copy: Path) -> None:
         path.chmod(0)
         assert "Permission denied" in refused(copy)
         path.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SHARDS[1]])
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a device"])
+def test_what_is_no_regular_file_is_never_opened(copy: Path, name: str, kind: str) -> None:
+    (copy / name).unlink()
+    if kind == "a pipe":
+        os.mkfifo(copy / name)
+    elif kind == "a directory":
+        (copy / name).mkdir()
+    else:
+        (copy / name).symlink_to("/dev/zero")
+    assert f"cannot read {copy / name}: it is not a regular file but {kind}" in refused(copy)
+
+
+@pytest.mark.parametrize("target", [INDEX, "nowhere"])
+def test_a_link_that_leads_nowhere_is_no_absent_index(copy: Path, target: str) -> None:
+    (copy / INDEX).unlink()
+    (copy / INDEX).symlink_to(target)
+    assert f"cannot read {copy / INDEX}" in refused(copy)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_an_absent_one(copy: Path) -> None:
+    with Checkpoint.open(copy) as checkpoint:
+        assert load_tokenizer(checkpoint) is not None
+        (copy / "tiktoken.model").unlink()
+        assert load_tokenizer(checkpoint) is None
+        (copy / "tiktoken.model").symlink_to("tiktoken.model")
+        with pytest.raises(CheckpointError, match="cannot read .*tiktoken.model"):
+            load_tokenizer(checkpoint)
 
 
 def first_entry(header: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,22 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write_tokenizer(tmp_path, BYTES)
     (tmp_path / name).unlink()
     with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such file"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a loop"])
+def test_what_is_no_regular_file_is_never_opened(tmp_path: Path, name: str, kind: str) -> None:
+    write_tokenizer(tmp_path, BYTES)
+    (tmp_path / name).unlink()
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "a directory":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to(name)
+    named = "symbolic link" if kind == "a loop" else f"not a regular file but {kind}"
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: .*{named}"):
         Tokenizer.load(tmp_path)
 
 

@@ -9,6 +9,7 @@ Fields keep the released names. (Kimi K3 specification 1.)
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,11 +136,27 @@ class ModelConfig:
 def read_config(path: Path) -> bytes:
     """The bytes of a config file. Raises CheckpointError when it cannot be read."""
     try:
+        require_regular(path)
         return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; a checkpoint directory holds {CONFIG_NAME}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what is no file, before it is opened: opening a pipe waits for somebody to write.
+
+    Raises CheckpointError, OSError when there is nothing to look at.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"cannot read {path}: it is not a regular file but {_kind(path)}; fetch the file again")
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a directory"
+    return "a pipe" if path.is_fifo() else "a socket" if path.is_socket() else "a device"
 
 
 class _Section:

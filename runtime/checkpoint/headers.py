@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.config import require_regular
 from runtime.errors import CheckpointError
 
 # fmt: off
@@ -71,6 +72,7 @@ def truncation(span: TensorSpan, file_nbytes: int) -> str:
 def scan(path: Path) -> Header:
     """The header of a file that may be truncated behind its header. Raises CheckpointError for other damage."""
     try:
+        require_regular(path)
         with path.open("rb") as file:
             file_nbytes = os.fstat(file.fileno()).st_size
             start = file.read(8)
@@ -146,6 +148,7 @@ def read_weight_map(path: Path, block_nbytes: int = 1 << 20) -> Iterator[tuple[s
     checkpoint never holds them all. Raises CheckpointError.
     """
     try:
+        require_regular(path)
         with path.open("rb") as file:
             buffer = file.read(block_nbytes)
             while not (start := _MAP_START.search(buffer)):

@@ -8,6 +8,7 @@ megabytes.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from array import array
 from collections import Counter
@@ -145,7 +146,7 @@ def survey(directory: Path, *, experts_elsewhere: bool = False) -> Survey:
             digest.update(b"%d %d\n" % (header.file_nbytes, len(header.raw)) + header.raw)
         surveyor.take(header)
     index = directory / INDEX_NAME
-    if index.exists():
+    if os.path.lexists(index):  # a link that leads nowhere is not an index that nobody fetched
         surveyor.compare_index(index)
     surveyor.find_missing()
     surveyor.findings.raise_for(directory)

@@ -105,7 +105,7 @@ def check_request(prompt: Sequence[int], max_new: int, config: ModelConfig, cont
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The checkpoint's tokenizer, None when it has none. Raises CheckpointError when it is another model's."""
-    if not (checkpoint.path / "tiktoken.model").is_file():
+    if not os.path.lexists(checkpoint.path / "tiktoken.model"):
         return None
     tokenizer, config = Tokenizer.load(checkpoint.path), checkpoint.config
     if tokenizer.n_vocab > config.vocab_size:

@@ -31,6 +31,7 @@ from typing import Any
 
 import tiktoken
 
+from runtime.config import require_regular
 from runtime.errors import CheckpointError, UsageError
 
 RANKS_FILE = "tiktoken.model"
@@ -222,6 +223,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _read(path: Path) -> bytes:
     try:
+        require_regular(path)
         return path.read_bytes()
     except OSError as e:
         raise CheckpointError(
