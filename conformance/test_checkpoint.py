@@ -483,7 +483,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_an_absent_one(copy: Path) -> Non
         (copy / "tiktoken.model").unlink()
         assert load_tokenizer(checkpoint) is None
         (copy / "tiktoken.model").symlink_to("tiktoken.model")
-        with pytest.raises(CheckpointError, match="cannot read .*tiktoken.model"):
+        with pytest.raises(CheckpointError, match=r"cannot read .*tiktoken\.model"):
             load_tokenizer(checkpoint)
 
 

@@ -116,6 +116,9 @@ def test_a_missing_optional_key_has_its_default(values: dict[str, Any], key: str
 
 TEXT, KDA = ("text_config",), ("text_config", "linear_attn_config")
 
+QUANTIZATION = (*TEXT, "quantization_config")
+WEIGHTS = (*QUANTIZATION, "config_groups", "group_0", "weights")
+
 WRONG: list[tuple[tuple[str, ...], Any]] = [
     (("model_type",), "kimi_linear"),
     (("model_type",), "deepseek_v3"),
@@ -156,6 +159,25 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
     ((*TEXT, "quantization_config"), None),
     ((*TEXT, "quantization_config", "format"), "nvfp4-pack-quantized"),
     ((*TEXT, "quantization_config", "quant_method"), "awq"),
+    ((*QUANTIZATION, "config_groups"), {}),
+    ((*QUANTIZATION, "config_groups"), []),
+    ((*QUANTIZATION, "config_groups", "group_0"), None),
+    ((*QUANTIZATION, "config_groups", "group_0", "format"), "pack-quantized"),
+    ((*QUANTIZATION, "config_groups", "group_0", "weights"), "mxfp4"),
+    ((*WEIGHTS, "num_bits"), 8),
+    ((*WEIGHTS, "num_bits"), 4.0),
+    ((*WEIGHTS, "type"), "int"),
+    ((*WEIGHTS, "group_size"), 16),
+    ((*WEIGHTS, "symmetric"), False),
+    ((*WEIGHTS, "symmetric"), 1),
+    ((*WEIGHTS, "strategy"), "channel"),
+    ((*WEIGHTS, "scale_dtype"), "torch.float8_e4m3fn"),
+    ((*TEXT, "use_grouped_topk"), 1),
+    ((*TEXT, "num_nextn_predict_layers"), -1),
+    ((*TEXT, "num_nextn_predict_layers"), "0"),
+    (("eos_token_id",), 257),
+    (("eos_token_id",), [258, 259]),
+    (("eos_token_id",), {}),
     ((*TEXT, "eos_token_id"), []),
     ((*TEXT, "eos_token_id"), True),
     ((*TEXT, "eos_token_id"), [258, 512]),

@@ -20,6 +20,15 @@ from runtime.errors import CheckpointError
 CONFIG_NAME = "config.json"
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 MXFP4_GROUP = 32
+MXFP4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "float",
+    "group_size": MXFP4_GROUP,
+    "symmetric": True,
+    "strategy": "group",
+    "scale_dtype": "torch.uint8",
+}
+"""What `quantization_config` says of the routed experts' weights, as `runtime.checkpoint.mxfp4` unpacks them."""
 MAX_LAYERS = 1_000
 MAX_EXPERTS = 10_000
 
@@ -192,8 +201,8 @@ class _Section:
             )
         return default
 
-    def section(self, key: str, *, fall_back: bool = False) -> _Section:
-        value = self.get(key)
+    def section(self, key: str, *, fall_back: bool = False, default: Any = _MISSING) -> _Section:
+        value = self.get(key, default)
         if not isinstance(value, Mapping):
             self.refuse(key, "an object was expected", value)
         return _Section(value, self.where, f"{self.prefix}{key}.", self if fall_back else None)
@@ -297,9 +306,26 @@ def _refuse_other_variants(text: _Section) -> None:
     for section in (text, text.outer):
         if section is not None:
             section.require("tie_word_embeddings", False, default=False)
-    quantization = text.section("quantization_config")
+    text.boolean("use_grouped_topk", default=True)  # with one group it changes nothing
+    text.integer("num_nextn_predict_layers", minimum=0, default=0)  # such layers are not run
+    _check_quantization(text.section("quantization_config"))
+
+
+def _check_quantization(quantization: _Section) -> None:
+    """Refuse experts packed in any way but MXFP4's, where the file says how they are."""
     quantization.require("format", MXFP4_FORMAT)
     quantization.require("quant_method", "compressed-tensors", default="compressed-tensors")
+    if "config_groups" not in quantization.values:
+        return
+    groups = quantization.section("config_groups")
+    if not groups.values:
+        quantization.refuse("config_groups", "at least one group was expected", {})
+    for name in groups.values:
+        group = groups.section(name)
+        group.require("format", MXFP4_FORMAT, default=MXFP4_FORMAT)
+        weights = group.section("weights", default={})
+        for key, wanted in MXFP4_WEIGHTS.items():
+            weights.require(key, wanted, default=wanted)
 
 
 def _grouped(text: _Section, key: str) -> int:
@@ -315,6 +341,10 @@ def _stop_ids(text: _Section) -> tuple[int, ...]:
     ids = (found,) if isinstance(found, int) else text.integers("eos_token_id")
     if not ids or isinstance(found, bool) or min(ids) < 0:
         text.refuse("eos_token_id", "a token id or a list of them was expected", found)
+    if text.outer is not None and text.outer.get("eos_token_id", None) is not None:
+        at_root = _stop_ids(text.outer)
+        if not set(at_root) <= set(ids):  # an end that the root knows would be missed
+            text.refuse("eos_token_id", f"eos_token_id at the root is {_short(at_root)}: they must agree", found)
     return ids
 
 
