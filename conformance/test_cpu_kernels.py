@@ -5,6 +5,7 @@ Run as a program this file prints one digest of all operations, which the last t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.checkpoint.mxfp4 import PackedExpert, decode
+from runtime.commands import loading
 from runtime.errors import CheckpointError, UsageError
 from runtime.ops import cpu
 from runtime.ops.cpu import CpuOps
@@ -613,19 +615,23 @@ def test_the_bits_are_the_same_on_older_cpus(ops: CpuOps) -> None:
     assert jit.VECTORS != "avx512" or vectors[1] == "avx2"
 
 
+def kernel_files(*directories: Path, name: str = "rows.rms_norm") -> jit._KernelFiles:
+    return jit._KernelFiles(directories, name)
+
+
 def test_a_kernel_file_is_found_by_all_it_depends_on_or_not_at_all(tmp_path: Path) -> None:
-    files = jit._KernelFiles(str(tmp_path), "rows.rms_norm")
+    files = kernel_files(tmp_path)
     files.save(("float32", "znver4"), [1, 2])
     assert files.load(("float32", "znver4")) == [1, 2]
     assert files.load(("float32", "haswell")) is None
-    assert jit._KernelFiles(str(tmp_path), "rows.l2_norm").load(("float32", "znver4")) is None
+    assert kernel_files(tmp_path, name="rows.l2_norm").load(("float32", "znver4")) is None
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
     assert files.load(("float32", "znver4")) is None
 
 
 def test_kernel_files_of_older_sources_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = jit._KernelFiles(str(tmp_path), "rows.rms_norm")
+    files = kernel_files(tmp_path)
     files.save("a", 1)
     files.save("b", 2)
     monkeypatch.setattr(jit, "_SOURCES", "0123456789abcdef")
@@ -641,7 +647,7 @@ def test_what_a_killed_process_left_unfinished_is_dropped_after_an_hour(tmp_path
         left.write_bytes(b"half a kernel")
     an_hour_ago = time.time() - 3601
     os.utime(old, (an_hour_ago, an_hour_ago))
-    jit._KernelFiles(str(tmp_path), "rows.rms_norm").save("a", 1)
+    kernel_files(tmp_path).save("a", 1)
     assert not old.exists()
     assert new.exists()
 
@@ -654,15 +660,172 @@ def test_a_kernel_is_written_under_a_name_that_says_it_is_unfinished(
 
     monkeypatch.setattr(jit.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        jit._KernelFiles(str(tmp_path), "rows.rms_norm").save("a", 1)
+        kernel_files(tmp_path).save("a", 1)
     (left,) = tmp_path.iterdir()
     assert left.name.endswith(jit._UNFINISHED)
 
 
-def test_a_directory_that_is_gone_costs_time_only(tmp_path: Path) -> None:
-    files = jit._KernelFiles(str(tmp_path / "none"), "rows.rms_norm")
+@pytest.fixture
+def unkept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that could not be kept, none so far."""
+    names: list[str] = []
+    monkeypatch.setattr(jit, "_UNKEPT", names)
+    return names
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, *directories: Path) -> None:
+    """As another user finds them: permission bits do not bind root, who may run this."""
+    write = jit._write
+
+    def refusing(path: Path, content: bytes) -> None:
+        if path.parent in directories:
+            raise PermissionError(13, "Permission denied", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(jit, "_write", refusing)
+
+
+def test_a_directory_that_can_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unkept: list[str]
+) -> None:
+    package, user = tmp_path / "package", tmp_path / "home" / "cache"
+    kernel_files(package).save("a", 1)
+    read_only(monkeypatch, package)
+    files = kernel_files(package, user)
+    assert files.load("a") == 1
+    assert not user.exists()
+    files.save("b", 2)
+    assert files.load("b") == 2
+    assert (len(list(package.iterdir())), len(list(user.iterdir()))) == (1, 1)
+    assert unkept == []
+
+
+def test_the_first_directory_that_can_be_written_takes_the_kernel(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    kernel_files(first, second).save("a", 1)
+    assert len(list(first.iterdir())) == 1
+    assert not second.exists()
+
+
+def test_a_damaged_file_does_not_hide_a_whole_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        kernel_files(directory).save("a", 1)
+    (damaged,) = first.iterdir()
+    damaged.write_bytes(b"")
+    assert kernel_files(first, second).load("a") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no permission bits")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o644), (0o077, 0o600)])
+def test_others_may_read_a_kernel_if_the_umask_lets_them(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        kernel_files(tmp_path).save("a", 1)
+    finally:
+        os.umask(before)
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")]
+)
+def test_kernels_that_no_directory_takes_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unkept: list[str], error: int, message: str
+) -> None:
+    def refused(temporary: Path, path: Path) -> None:
+        raise OSError(error, message)
+
+    monkeypatch.setattr(jit.os, "replace", refused)
+    files = kernel_files(tmp_path / "package", tmp_path / "user")
     files.save("a", 1)
     assert files.load("a") is None
+    assert unkept == ["rows.rms_norm"]
+    assert not CpuOps.keeps_kernels()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_cannot_be_a_directory_costs_time_only(tmp_path: Path, unkept: list[str]) -> None:
+    (tmp_path / "file").touch()
+    files = kernel_files(tmp_path / "file" / "none")
+    files.save("a", 1)
+    assert files.load("a") is None
+    assert unkept == ["rows.rms_norm"]
+
+
+def test_kernels_lie_beside_the_code_then_with_the_user_unless_a_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    package, user = jit._places()
+    assert package == Path(jit.__file__).parent / "__pycache__"
+    assert user.name.startswith("kernels_")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "named"))
+    (named,) = jit._places()
+    assert named.parent == tmp_path / "named"
+
+
+def test_a_process_that_can_write_nowhere_loads_every_kernel_another_kept(ops: CpuOps) -> None:
+    if not ops.keeps_kernels():
+        pytest.skip("no directory here takes a kernel")
+    program = (
+        "from runtime.ops.kernels import jit\n"
+        "from runtime.ops.cpu import CpuOps\n"
+        "def refused(*_): raise PermissionError\n"
+        "jit._write = refused\n"
+        "CpuOps()\n"
+        "print(sum(sum(d.stats.cache_misses.values()) for d, _ in jit._KERNELS), jit.keeps())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "True"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ([], "compile  the kernels, for this machine: once, part of a minute"),
+        (
+            ["rows.rms_norm"],
+            "compile  the kernels: they cannot be kept (no writable cache directory: set NUMBA_CACHE_DIR), "
+            "so at every start, part of a minute",
+        ),
+    ],
+)
+def test_what_is_said_while_kernels_are_compiled_is_true(
+    names: list[str],
+    wanted: str,
+    unkept: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def slow(report: Callable[[int, int], None]) -> None:
+        unkept.extend(names)
+        report(1, 2)
+        report(2, 2)
+
+    monkeypatch.setattr(loading, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(CpuOps, "warm_up", staticmethod(slow))
+    loading._compile(mock.Mock())
+    assert [line for line in capsys.readouterr().err.splitlines() if "compile  " in line] == [wanted]
+
+
+def test_without_numbas_compiler_the_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(UsageError, match="unset NUMBA_DISABLE_JIT or use --backend reference") as refused:
+        CpuOps()
+    assert "\n" not in str(refused.value)
+
+
+def test_with_numbas_compiler_off_a_run_ends_in_one_line() -> None:
+    command = [sys.executable, "-m", "runtime", "run", "--backend", "cpu", "--prompt", "x"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "needs Numba's compiler" in done.stderr.splitlines()[-1]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ MAX_THREADS = 1024
 PATIENCE_S = 2.0
 """After this long without an answer people are told what takes so long."""
 
+COMPILED_ONCE = "compile  the kernels, for this machine: once, part of a minute"
+COMPILED_ALWAYS = (
+    "compile  the kernels: they cannot be kept (no writable cache directory: set NUMBA_CACHE_DIR), "
+    "so at every start, part of a minute"
+)
+
 Ready = Callable[[Checkpoint, Tokenizer | None], None]
 """Called when the checkpoint is open and nothing of it is loaded: the time to refuse a request."""
 
@@ -113,7 +119,7 @@ def _compile(stop: Interrupts) -> None:
             stop.check("compiling")
             if not told and done < total and time.perf_counter() - started > PATIENCE_S:
                 told = True
-                say("compile  the kernels, for this machine: once, part of a minute")
+                say(COMPILED_ONCE if CpuOps.keeps_kernels() else COMPILED_ALWAYS)
             if told:
                 report(done, total)
 

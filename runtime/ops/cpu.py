@@ -98,6 +98,11 @@ class CpuOps:
         jit.build(report)
 
     @staticmethod
+    def keeps_kernels() -> bool:
+        """False when a kernel was compiled and no directory could take it: the next process compiles it again."""
+        return jit.keeps()
+
+    @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
         """One of: the widest rows in panels, an expert's five activations, every thread's scores and queries."""
         linear = 4 * work.rows * (work.widest + 31)

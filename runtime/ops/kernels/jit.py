@@ -6,7 +6,9 @@ compiles them all or, from the second process on, loads them (`nogil`, no fast-m
 Numba's own disk cache keeps one index per function and looks only at that function's file: after a change in a
 helper it would still find old code, and two processes for different CPUs that write at once can leave the code
 of one under the key of the other. Here every compiled kernel has a file of its own, named by all it depends on:
-signature, CPU, features, bytecode, the sources of this package, and the versions. It is written whole or not at all.
+signature, CPU, features, bytecode, the sources of this package, and the versions. It is written whole or not at all,
+into the first directory that can be written: NUMBA_CACHE_DIR where it is set, else `__pycache__` beside this file,
+else the user's cache directory. To load a kernel it is enough that a directory can be read.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -16,10 +18,10 @@ import contextlib
 import hashlib
 import os
 import pickle
+import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,16 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 from llvmlite import ir
-from numba.core.caching import FunctionCache
+from numba.core.caching import (
+    FunctionCache,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
+
+from runtime.errors import UsageError
 
 Report = Callable[[int, int], None]
 """Called as report(kernels ready, kernels in all)."""
@@ -36,58 +46,92 @@ Report = Callable[[int, int], None]
 _SOURCES = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
+_CONFIG: Any = numba.config
 _VERSIONS = (numba.__version__, llvmlite.__version__, sys.implementation.cache_tag)
 _UNFINISHED = ".kernel-unfinished"
 """Ending of a file's name while it is written."""
 _KERNELS: list[tuple[Any, str]] = []
+_UNKEPT: list[str] = []
+"""Names of the kernels this process compiled and could keep nowhere."""
+
+
+def _places() -> list[Path]:
+    """The directories of compiled kernels, by Numba's rules for a function of this file; they need not exist."""
+    own: list[Any] = [InTreeCacheLocator, UserWideCacheLocator]
+    locators = [UserProvidedCacheLocator] if _CONFIG.CACHE_DIR else own
+    return [Path(locator(_places, __file__).get_cache_path()) for locator in locators]
 
 
 class _KernelFiles:
     """One file per compiled kernel, `SOURCES-KEY.kernel`; takes the place of Numba's index and data files."""
 
-    def __init__(self, directory: str, name: str) -> None:
-        self._directory, self._name = Path(directory), name
+    def __init__(self, directories: Sequence[Path], name: str) -> None:
+        self._directories, self._name = directories, name
 
-    def _path(self, key: object) -> Path:
+    def _file(self, key: object) -> str:
         digest = hashlib.sha256(repr((self._name, key, _VERSIONS)).encode()).hexdigest()
-        return self._directory / f"{_SOURCES[:12]}-{digest[:24]}.kernel"
+        return f"{_SOURCES[:12]}-{digest[:24]}.kernel"
 
     def load(self, key: object) -> Any:
-        """What `save` kept under `key`, or None; a damaged file counts as none."""
-        with contextlib.suppress(OSError):
-            data = self._path(key).read_bytes()
-            if hashlib.sha256(data[32:]).digest() == data[:32]:
-                return pickle.loads(data[32:])
+        """What `save` kept under `key` in any directory, or None; a damaged file counts as none."""
+        for directory in self._directories:
+            with contextlib.suppress(OSError):
+                data = (directory / self._file(key)).read_bytes()
+                if hashlib.sha256(data[32:]).digest() == data[:32]:
+                    return pickle.loads(data[32:])
         return None
 
     def save(self, key: object, data: object) -> None:
-        """Keep `data` under `key`, drop what nobody will read. A full disk costs the next process time, no more."""
+        """Keep `data` under `key` in the first directory that takes it. Where none does, every process compiles."""
         content = pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
-        with contextlib.suppress(OSError):
-            self._sweep()
-            handle, temporary = tempfile.mkstemp(_UNFINISHED, dir=self._directory)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(content).digest() + content)
-                os.replace(temporary, self._path(key))
-            except OSError:
-                os.unlink(temporary)
+        for directory in self._directories:
+            with contextlib.suppress(OSError):
+                _write(directory / self._file(key), hashlib.sha256(content).digest() + content)
+                return
+        _UNKEPT.append(self._name)
 
-    def _sweep(self) -> None:
-        """Remove kernels of older sources, and what processes that were killed left unfinished."""
-        for kept in self._directory.glob("*-*.kernel"):
-            if not kept.name.startswith(_SOURCES[:12]):
-                kept.unlink(missing_ok=True)
-        for left in self._directory.glob(f"*{_UNFINISHED}"):
-            with contextlib.suppress(FileNotFoundError):  # just finished by another process
-                if time.time() - left.stat().st_mtime > 3600:
-                    left.unlink()
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a kernel whole, or raise OSError; drop what nobody will read. Others may read it, as they may the code."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
+    temporary = path.with_name(secrets.token_hex(8) + _UNFINISHED)
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sweep(directory: Path) -> None:
+    """Remove kernels of older sources, and what processes that were killed left unfinished."""
+    old = [kept for kept in directory.glob("*-*.kernel") if not kept.name.startswith(_SOURCES[:12])]
+    for left in [*old, *directory.glob(f"*{_UNFINISHED}")]:
+        with contextlib.suppress(OSError):  # just finished by another process, or not ours to remove
+            if left.suffix == ".kernel" or time.time() - left.stat().st_mtime > 3600:
+                left.unlink()
 
 
 class _KernelCache(FunctionCache):
+    """Numba's cache of one function, of which only the key remains: no index, no one directory."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file: Any = _KernelFiles(self.cache_path, f"{function.__module__}.{function.__qualname__}")
+        places = _places()
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._py_func, self._cache_path = function, str(places[0])
+        self._files = _KernelFiles(places, self._name)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        found = self._files.load(self._index_key(sig, target_context.codegen()))
+        return None if found is None else CompileResult._rebuild(target_context, *found)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        if data.library.has_dynamic_globals:  # addresses of this process
+            raise TypeError(f"{self._py_func.__qualname__} cannot be kept: it holds an address")
+        self._files.save(self._index_key(sig, data.codegen), data._reduce())
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
@@ -95,8 +139,7 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
     def declare(function: Callable[..., Any]) -> Any:
         dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
-        with contextlib.suppress(RuntimeError):  # no directory that can be written: compile in every process
-            dispatcher._cache = _KernelCache(function)
+        dispatcher._cache = _KernelCache(function)
         _KERNELS.append((dispatcher, signature))
         return dispatcher
 
@@ -109,13 +152,26 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def build(report: Report | None = None) -> None:
-    """Compile every declared kernel, which takes some ten seconds, or load it, which takes a fraction of one."""
+    """Compile every declared kernel, which takes some ten seconds, or load it, which takes a fraction of one.
+
+    Raises UsageError where Numba is told not to compile.
+    """
+    if _CONFIG.DISABLE_JIT:
+        raise UsageError(
+            "the cpu backend needs Numba's compiler, which NUMBA_DISABLE_JIT turns off: "
+            "unset NUMBA_DISABLE_JIT or use --backend reference"
+        )
     for done, (dispatcher, signature) in enumerate(_KERNELS, 1):
         if not dispatcher.signatures:
             dispatcher.compile(signature)
             dispatcher.disable_compile()
         if report:
             report(done, len(_KERNELS))
+
+
+def keeps() -> bool:
+    """Whether the kernels compiled so far were kept, so that the next process loads them."""
+    return not _UNKEPT
 
 
 def _probe() -> str:
