@@ -259,7 +259,8 @@ def replaced(index: int, line: bytes) -> bytes:
         (replaced(2, b" 2"), "line 3: rank 2 is b'', empty"),
         (replaced(2, b"AAAA 2"), "line 256: the file ends without a rank for the single byte 0x02"),
         (b"\n".join(lines(BYTES)[:200]), "line 200: the file ends without a rank for the single byte 0xc8"),
-        (b"", "line 0: the file ends without a rank for the single byte 0x00"),
+        (b"", "is empty; download"),
+        (b"\n\n", "is empty; download"),
     ],
 )
 def test_a_damaged_rank_file_is_named_with_its_line(tmp_path: Path, data: bytes, message: str) -> None:
@@ -275,13 +276,19 @@ def test_a_damaged_rank_file_is_named_with_its_line(tmp_path: Path, data: bytes,
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "wanted an object `added_tokens_decoder`"),
-        ("[]", "wanted an object `added_tokens_decoder`"),
-        ("{}", "KeyError: 'added_tokens_decoder'"),
-        ({"first": {"content": "x"}}, "wanted an object `added_tokens_decoder`"),
-        ({"300": "x"}, "wanted an object `added_tokens_decoder`"),
-        ({"300": {"content": 5}}, "wanted an object `added_tokens_decoder`"),
-        ({"300": {"content": "\ud83d"}}, "wanted an object `added_tokens_decoder`"),
+        ("{", "is not JSON; download"),
+        ("[" * 100_000, "is not JSON; download"),
+        ("\udcff", "is not JSON; download"),
+        ("[]", "the file: wanted an object, found []"),
+        ("{}", "the key added_tokens_decoder is missing"),
+        (["x" * 100], 'added_tokens_decoder: wanted an object of id to {content: spelling}, found ["xxx'),
+        (None, "added_tokens_decoder: wanted an object of id to {content: spelling}, found null"),
+        ({"first": {"content": "x"}}, 'a key of added_tokens_decoder: wanted a token id, found "first"'),
+        ({"9" * 5000: {"content": "x"}}, 'a key of added_tokens_decoder: wanted a token id, found "999'),
+        ({"300": "x"}, 'added_tokens_decoder.300: wanted an object {content: spelling}, found "x"'),
+        ({"300": {}}, "added_tokens_decoder.300.content: wanted text, found null"),
+        ({"300": {"content": 5}}, "added_tokens_decoder.300.content: wanted text, found 5"),
+        ({"300": {"content": "\ud83d"}}, "added_tokens_decoder.300.content: wanted text, found"),
         ({"255": {"content": "x"}}, "names id 255 'x', but the special ids of this vocabulary are 256 .. 511"),
         ({"163584": {"content": "[BOS]"}}, "do not belong together"),
         ({"300": {"content": ""}}, "id 300 is spelled '', which is nothing"),
@@ -293,11 +300,13 @@ def test_a_damaged_rank_file_is_named_with_its_line(tmp_path: Path, data: bytes,
 def test_a_config_that_names_no_256_specials_is_refused(tmp_path: Path, config: object, message: str) -> None:
     write_tokenizer(tmp_path, BYTES)
     text = config if isinstance(config, str) else json.dumps({"added_tokens_decoder": config})
-    (tmp_path / "tokenizer_config.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(tmp_path)
     assert message in str(caught.value)
     assert "tokenizer_config.json" in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert "Error" not in str(caught.value).replace(str(tmp_path), "")
 
 
 @pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])

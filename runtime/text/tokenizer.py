@@ -27,7 +27,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tiktoken
 
@@ -83,6 +82,9 @@ SPLIT = "|".join(
 SLICE_CHARS = 400_000
 RUN_CHARS = 25_000
 _RUNS = re.compile(r"\s+|\S+")  # Python's own \s: exactly the characters for which str.isspace is true
+
+_ID = re.compile(r"[0-9]{1,9}")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -249,6 +251,8 @@ def _read_ranks(path: Path) -> list[bytes]:
             raise _damaged(path, line, f"rank {rank} is {token!r}, " + ("a duplicate" if token else "empty"))
         ranks.append(token)
         seen.add(token)
+    if not ranks:
+        raise CheckpointError(f"{path} is empty; download the file again")
     missing = _missing_byte(ranks)
     if missing is not None:
         raise _damaged(path, len(ranks), f"the file ends without a rank for the single byte 0x{missing:02x}")
@@ -261,17 +265,36 @@ def _damaged(path: Path, line: int, what: str) -> CheckpointError:
 
 def _read_names(path: Path) -> dict[int, str]:
     """The spellings that `tokenizer_config.json` gives to ids."""
+    data = _read(path)
     try:
-        added: Any = json.loads(_read(path))["added_tokens_decoder"]
-        names = {int(token_id): entry["content"] for token_id, entry in added.items()}
-        for name in names.values():
-            name.encode()  # not text, or not text that UTF-8 can hold
-        return names
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(
-            f"{path}: wanted an object `added_tokens_decoder` of id to {{`content`: spelling}} "
-            f"({type(e).__name__}: {e}); download the file again"
-        ) from None
+        config = json.loads(data)
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise CheckpointError(f"{path} is not JSON; download the file again") from None
+    if not isinstance(config, dict):
+        raise _unfit(path, "the file", "an object", config)
+    if "added_tokens_decoder" not in config:
+        raise CheckpointError(f"{path}: the key added_tokens_decoder is missing; download the file again")
+    added = config["added_tokens_decoder"]
+    if not isinstance(added, dict):
+        raise _unfit(path, "added_tokens_decoder", "an object of id to {content: spelling}", added)
+    names: dict[int, str] = {}
+    for key, entry in added.items():
+        where = f"added_tokens_decoder.{key[:20]}"
+        if not _ID.fullmatch(key):
+            raise _unfit(path, "a key of added_tokens_decoder", "a token id", key)
+        if not isinstance(entry, dict):
+            raise _unfit(path, where, "an object {content: spelling}", entry)
+        name = entry.get("content")
+        if not isinstance(name, str) or _SURROGATE.search(name):
+            raise _unfit(path, f"{where}.content", "text", name)
+        names[int(key)] = name
+    return names
+
+
+def _unfit(path: Path, key: str, wanted: str, found: object) -> CheckpointError:
+    text = json.dumps(found)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return CheckpointError(f"{path}: {key}: wanted {wanted}, found {text}; download the file again")
 
 
 def _check_ranks(ranks: Sequence[bytes]) -> None:
