@@ -540,6 +540,7 @@ def test_a_file_that_is_no_safetensors(copy: Path, content: bytes, named: str) -
     message = refused(copy)
     assert f"1 unreadable file; fetch these files again\nunreadable file: {copy / SHARDS[2]}" in message
     assert named in message
+    assert message.count("again") == 1
 
 
 def test_a_truncated_file_names_its_tensors(copy: Path) -> None:
@@ -645,6 +646,59 @@ def test_a_tensor_in_another_file_than_the_index_says(copy: Path) -> None:
     assert f"misplaced: {expert} is in {SHARDS[2]}, {INDEX} says {SHARDS[3]}" in message
     assert f"not in the index: language_model.lm_head.weight in {SHARDS[4]}" in message
     assert f"in the index only: unheard.of, said to be in {SHARDS[0]}" in message
+
+
+def test_a_file_that_does_not_belong_may_be_removed(copy: Path) -> None:
+    shutil.copy(copy / SHARDS[1], copy / "model-00002 copy.safetensors")
+    (copy / "model-junk.safetensors").write_bytes(b"junk")
+    save(copy / "model-extra.safetensors", {PREFIX + "1.unheard.of": {"dtype": "U8", "shape": [1], "data": b"x"}})
+    summary, *named = refused(copy).splitlines()
+    assert summary.endswith("3 stray file; remove the files that do not belong")
+    assert named == [
+        f"stray file: {name}, which {INDEX} does not name, does not belong here; remove it"
+        for name in ("model-00002 copy.safetensors", "model-extra.safetensors", "model-junk.safetensors")
+    ]
+    (copy / SHARDS[2]).write_bytes(b"")
+    summary, *named = refused(copy).splitlines()
+    assert summary.endswith("; fetch the other files again")
+    assert not any("fetch" in line for line in named)
+
+
+def test_a_file_that_the_index_forgot_is_no_stray(copy: Path) -> None:
+    index = json.loads((copy / INDEX).read_bytes())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != SHARDS[1]}
+    (copy / INDEX).write_text(json.dumps(index))
+    message = refused(copy)
+    assert f"not in the index: {PREFIX}1.input_layernorm.weight in {SHARDS[1]}" in message
+    assert "stray" not in message
+
+
+def test_a_copy_of_a_file_without_an_index(copy: Path) -> None:
+    (copy / INDEX).unlink()
+    shutil.copy(copy / SHARDS[1], copy / "model-00002 copy.safetensors")
+    message = refused(copy)
+    assert "duplicate; remove the files that do not belong" in message
+    assert f"input_layernorm.weight is in model-00002 copy.safetensors and in {SHARDS[1]}" in message
+
+
+def test_files_have_the_names_that_the_index_gives_them(original: Path, copy: Path) -> None:
+    index = (copy / INDEX).read_text()
+    for number, shard in enumerate(SHARDS):
+        (copy / shard).rename(copy / f"part{number}.bin")
+        index = index.replace(shard, f"part{number}.bin")
+    (copy / INDEX).write_text(index)
+    with Checkpoint.open(original) as released, Checkpoint.open(copy) as other:
+        assert other.fingerprint == released.fingerprint
+    (copy / "part1.bin").unlink()
+    assert "missing file: part1.bin, which" in refused(copy)
+
+
+@pytest.mark.parametrize("name", ["..", "", ".", "../original/x", "/dev/zero", "a\0b", "\ud800", "x" * 5000])
+def test_the_index_names_files_of_the_directory_only(copy: Path, name: str) -> None:
+    index = json.loads((copy / INDEX).read_bytes())
+    index["weight_map"]["language_model.lm_head.weight"] = name
+    (copy / INDEX).write_text(json.dumps(index))
+    assert "missing file: " in refused(copy)
 
 
 @pytest.mark.parametrize(

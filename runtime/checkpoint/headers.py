@@ -27,6 +27,9 @@ ITEMSIZE = {
 MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
 
+FETCH_AGAIN = "; fetch the file again"
+"""Ends what is said of one file; a list of them says it once."""
+
 
 class TensorSpan(NamedTuple):
     """Where one tensor lies: `nbytes` bytes from `offset` (from the start of the file) of the file `path`."""
@@ -132,7 +135,7 @@ def _span(path: Path, base: int, name: str, entry: Any) -> TensorSpan:
 
 
 def _damaged(path: Path, how: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {how}; fetch the file again")
+    return CheckpointError(f"{path} is damaged: {how}{FETCH_AGAIN}")
 
 
 _STRING = rb'"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"'

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from runtime.checkpoint.headers import Header, TensorSpan, read_weight_map, scan, truncation
+from runtime.checkpoint.headers import FETCH_AGAIN, Header, TensorSpan, read_weight_map, scan, truncation
 from runtime.checkpoint.inventory import (
     EXPERT_TENSORS,
     LAYERS,
@@ -36,6 +36,8 @@ from runtime.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_PATTERN = "model*.safetensors"
 MAX_LINES = 20
+STRAY = "stray file"
+DUPLICATE = "duplicate"
 
 _EXPERT = re.compile(
     re.escape(LAYERS) + r"([0-9]{1,9})\.block_sparse_moe\.experts\.([0-9]{1,9})\.(w[123]\.weight_(?:packed|scale))"
@@ -105,8 +107,14 @@ class Findings:
             if more := self.counts[kind] - sum(count for _, count in lines):
                 shown.append(f"{kind}: ... and {more} more")
         raise CheckpointError(
-            f"{path} is not the checkpoint its {CONFIG_NAME} describes: {counts}; fetch these files again", shown
+            f"{path} is not the checkpoint its {CONFIG_NAME} describes: {counts}; {self._advice()}", shown
         )
+
+    def _advice(self) -> str:
+        """What to do about it: nothing needs fetching that is merely too much."""
+        if self.counts.keys() <= {STRAY, DUPLICATE}:
+            return "remove the files that do not belong"
+        return f"fetch {'the other' if STRAY in self.counts else 'these'} files again"
 
 
 @dataclass
@@ -130,7 +138,10 @@ def survey(directory: Path, *, experts_elsewhere: bool = False) -> Survey:
     """
     config_bytes = read_config(_checked(directory) / CONFIG_NAME)
     config = ModelConfig.from_json(config_bytes, str(directory / CONFIG_NAME))
-    paths = sorted(directory.glob(SHARD_PATTERN))
+    index = directory / INDEX_NAME
+    # A link that leads nowhere is not an index that nobody fetched.
+    listed = {file_name for _, file_name in read_weight_map(index)} if os.path.lexists(index) else None
+    paths = sorted({*directory.glob(SHARD_PATTERN), *_present(directory, listed or ())})
     if not paths:
         raise CheckpointError(f"{directory} has a {CONFIG_NAME} but no {SHARD_PATTERN}; fetch the weights too")
     surveyor = _Surveyor(config, paths, experts_elsewhere)
@@ -139,18 +150,31 @@ def survey(directory: Path, *, experts_elsewhere: bool = False) -> Survey:
         try:
             header = scan(path)
         except CheckpointError as error:
-            surveyor.findings.add("unreadable file", str(error))
-            surveyor.unread.add(path.name)
+            if listed is None or path.name in listed:
+                surveyor.findings.add("unreadable file", str(error).removesuffix(FETCH_AGAIN))
+                surveyor.unread.add(path.name)
+            else:
+                surveyor.set_aside(path)
+            continue
+        if listed is not None and path.name not in listed and surveyor.is_stray(header, index):
+            surveyor.set_aside(path)
             continue
         if any(released_name(span.name, config.num_hidden_layers) for span in header.spans):
             digest.update(b"%d %d\n" % (header.file_nbytes, len(header.raw)) + header.raw)
         surveyor.take(header)
-    index = directory / INDEX_NAME
-    if os.path.lexists(index):  # a link that leads nowhere is not an index that nobody fetched
+    if listed is not None:
         surveyor.compare_index(index)
     surveyor.find_missing()
     surveyor.findings.raise_for(directory)
     return Survey(config, surveyor.trunk, surveyor.specs, surveyor.experts, digest.hexdigest())
+
+
+def _present(directory: Path, names: Iterable[str]) -> Iterator[Path]:
+    """The files of these names that are in the directory itself; the index may say anything."""
+    for name in names:
+        path = directory / name
+        if path.parent == directory and path.name == name != ".." and os.path.lexists(path):
+            yield path
 
 
 def _checked(directory: Path) -> Path:
@@ -199,6 +223,20 @@ class _Surveyor:
             for span in header.truncated:
                 self.findings.add("truncated", f"{header.path.name}: {truncation(span, header.file_nbytes)}")
 
+    def is_stray(self, header: Header, index: Path) -> bool:
+        """Whether a file that the index does not name holds tensors of the model, but only such as others hold."""
+        layers = self.config.num_hidden_layers
+        held = {name for span in header.spans if (name := released_name(span.name, layers))}
+        if not held:
+            return False
+        held.difference_update(released_name(name, layers) for name, _ in read_weight_map(index))
+        return not any(map(self._is_known, held))
+
+    def set_aside(self, path: Path) -> None:
+        """Leave a file out that does not belong."""
+        self.findings.add(STRAY, f"{path.name}, which {INDEX_NAME} does not name, does not belong here; remove it")
+        self.unread.add(path.name)
+
     def _take_expert(self, span: TensorSpan, shard: int, layer: int, expert: int, name: str) -> bool:
         row = self.experts.row.get(layer)
         if row is None or expert >= self.config.num_experts:
@@ -206,7 +244,7 @@ class _Surveyor:
         column = _COLUMN[name]
         if self.experts.offset[row, expert, column] >= 0:
             first = self.experts.paths[int(self.experts.shard[row, expert, column])]
-            self.findings.add("duplicate", f"{span.name} is in {first.name} and in {span.path.name}")
+            self.findings.add(DUPLICATE, f"{span.name} is in {first.name} and in {span.path.name}")
         self.experts.shard[row, expert, column] = shard
         self.experts.offset[row, expert, column] = span.offset
         spec = self.experts.specs[column]
@@ -227,7 +265,7 @@ class _Surveyor:
             self.findings.add("extra", f"{span.name} in {span.path.name}, unknown to the config")
             return
         if name in self.trunk:
-            self.findings.add("duplicate", f"{name} is in {self.trunk[name].path.name} and in {span.path.name}")
+            self.findings.add(DUPLICATE, f"{name} is in {self.trunk[name].path.name} and in {span.path.name}")
         self.trunk[name] = span
         self._check(span, spec)
 
