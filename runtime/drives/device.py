@@ -41,3 +41,28 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give back descriptors. Reads under way may fail."""
+
+
+class DeviceInFront:
+    """A device before another one, `inner`; what a subclass does not change is as it is there."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def alignment(self) -> int:
+        return self.inner.alignment
+
+    @property
+    def mode(self) -> str:
+        return self.inner.mode
+
+    def read(self, file: str, offset: int, into: memoryview) -> int:
+        return self.inner.read(file, offset, into)
+
+    def close(self) -> None:
+        self.inner.close()

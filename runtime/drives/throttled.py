@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from runtime.drives.device import Device
+from runtime.drives.device import Device, DeviceInFront
 from runtime.errors import UsageError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
@@ -51,25 +51,18 @@ class Limit:
         return cls(name.strip(), float(rate[1]) * _UNITS[(rate[2] or "").lower()], seconds)
 
 
-class ThrottledDevice:
+class ThrottledDevice(DeviceInFront):
     """`inner` behind a limit; everything else about it stays as it is."""
 
     def __init__(self, inner: Device, limit: Limit) -> None:
-        self.inner, self.limit = inner, limit
+        super().__init__(inner)
+        self.limit = limit
         self._free_at = 0.0
         self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
         return self.limit.name
-
-    @property
-    def alignment(self) -> int:
-        return self.inner.alignment
-
-    @property
-    def mode(self) -> str:
-        return self.inner.mode
 
     def read(self, file: str, offset: int, into: memoryview) -> int:
         seconds = len(into) / self.limit.rate
@@ -78,9 +71,6 @@ class ThrottledDevice:
         moved = self.inner.read(file, offset, into)
         _sleep_until(through + self.limit.latency_s)
         return moved
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def _sleep_until(moment: float) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.survey import ranges
-from runtime.drives.device import Device
+from runtime.drives.device import Device, DeviceInFront
 from runtime.drives.jobs import Span
 from runtime.errors import CheckpointError, StorageError
 
@@ -147,26 +147,15 @@ class Placement:
         return tuple(holder.span(layer, expert) for holder in self.holders if holder.here[row, expert])
 
 
-class Gathering:
+class Gathering(DeviceInFront):
     """The drive of the model directory, where some experts are not one run: those are read from their six places.
 
     Such a read counts as one, and may move two blocks more than it was asked for at each of the places.
     """
 
     def __init__(self, inner: Device, checkpoint: Checkpoint) -> None:
-        self.inner, self._checkpoint = inner, checkpoint
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def alignment(self) -> int:
-        return self.inner.alignment
-
-    @property
-    def mode(self) -> str:
-        return self.inner.mode
+        super().__init__(inner)
+        self._checkpoint = checkpoint
 
     def read(self, file: str, offset: int, into: memoryview) -> int:
         match = _FILE.fullmatch(file)
@@ -180,6 +169,3 @@ class Gathering:
                 moved += self.inner.read(span.path.name, span.offset + first - start, part)
             start += span.nbytes
         return moved
-
-    def close(self) -> None:
-        self.inner.close()
