@@ -495,10 +495,28 @@ def test_limits_as_they_are_written(text: str, limit: Limit) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a", "a=", "=400MB/s", "a=400", "a=400MB", "a=-4MB/s", "a=0MB/s", "a=1MB/s,", "a=1MB/s,latency=3", "a=1TB/s"],
+    [
+        "",
+        "a",
+        "a=",
+        "=400MB/s",
+        "a=400",
+        "a=400MB",
+        "a=-4MB/s",
+        "a=1MB/s,",
+        "a=1MB/s,latency=3",
+        "a=1TB/s",
+        "a=٤MB/s",
+    ],
 )
 def test_limits_that_are_not_understood(text: str) -> None:
     with pytest.raises(UsageError, match="NAME=400MB/s"):
+        Limit.parse(text)
+
+
+@pytest.mark.parametrize("text", ["a=0MB/s", "a=1kB/s", "a=9999999GB/s", f"a={'9' * 400}GB/s", "a=1MB/s,latency=2s"])
+def test_limits_that_no_drive_could_keep(text: str) -> None:
+    with pytest.raises(UsageError, match="the rate must be from"):
         Limit.parse(text)
 
 

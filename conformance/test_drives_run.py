@@ -488,3 +488,11 @@ def test_failures_made_good_are_told(
     ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4, "--drive", f"d={tmp_path / 'd'}", "--stats")
     assert ended.status == 0
     assert "note     drive d: " in ended.err
+
+
+@pytest.mark.parametrize("name", ["a b", "a\n\x1b[31m", "ä", "a/b"])
+def test_a_drive_name_is_plain(cli: Command, tiny: Path, name: str) -> None:
+    outcome = cli("run", *on(tiny), "--prompt", "a", "--simulate-drive", f"{name}=400MB/s")
+    assert outcome.status == 2
+    assert outcome.err.count("\n") == 1
+    assert "\x1b" not in outcome.err

@@ -7,6 +7,7 @@ a few kilobytes, for which handing a read to a thread takes longer than the read
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ PATIENCE_S = 300.0
 """A layer that gets nothing for so long is told that its drives hang."""
 
 Release = Callable[[], None]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class Reads(Protocol):
@@ -154,6 +157,8 @@ class Layout:
     def __post_init__(self) -> None:
         names = [MODEL, *(name for name, _ in self.directories), *(limit.name for limit in self.limits)]
         for name in names:
+            if not _NAME.fullmatch(name):
+                raise UsageError(f"the drive name {name!r} has other signs than letters, digits, '.', '_' and '-'")
             if names.count(name) > 1:
                 taken = "the model directory's" if name == MODEL else "given twice"
                 raise UsageError(f"the drive name {name!r} is {taken}: give every drive a name of its own")
