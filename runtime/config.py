@@ -20,6 +20,7 @@ from runtime.errors import CheckpointError
 CONFIG_NAME = "config.json"
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 MXFP4_GROUP = 32
+"""Columns that share one scale."""
 MXFP4_WEIGHTS = {
     "num_bits": 4,
     "type": "float",

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from runtime.config import MXFP4_GROUP
 from runtime.errors import CheckpointError
-
-GROUP = 32
-"""Columns that share one scale."""
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 """The value of each code; bit 3 is the sign."""
@@ -50,7 +48,7 @@ def decode(packed: Bytes, scale: Bytes, dtype: Any = np.float64) -> npt.NDArray[
     codes = np.empty((packed.shape[0], packed.shape[1] * 2), np.uint8)
     codes[:, 0::2] = packed & 15
     codes[:, 1::2] = packed >> 4
-    values = E2M1[codes].reshape(codes.shape[0], -1, GROUP)
+    values = E2M1[codes].reshape(codes.shape[0], -1, MXFP4_GROUP)
     exponents = scale.astype(np.int32) - 127
     return np.ldexp(values, exponents[:, :, None]).reshape(codes.shape).astype(dtype, copy=False)
 

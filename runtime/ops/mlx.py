@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.checkpoint.mxfp4 import GROUP, PackedExpert
+from runtime.checkpoint.mxfp4 import PackedExpert
+from runtime.config import MXFP4_GROUP
 from runtime.errors import UsageError
 from runtime.ops import L2_EPS, RENORMALIZE_EPS, Array, Weight, Workload, check_capacity
 
@@ -293,4 +294,4 @@ def _index(ids: npt.NDArray[np.int64]) -> Array:
 
 def _packed_linear(x: Array, codes: Array, scales: Array) -> Array:
     """x · weightᵀ for a matrix in MXFP4: [R, in] → [R, out]."""
-    return mx.quantized_matmul(x, codes, scales, transpose=True, group_size=GROUP, bits=4, mode="mxfp4")
+    return mx.quantized_matmul(x, codes, scales, transpose=True, group_size=MXFP4_GROUP, bits=4, mode="mxfp4")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import PREFIX
 from runtime.ops import Ops, Weight
 
 LayerWeights: TypeAlias = Mapping[str, Weight]
@@ -14,7 +15,6 @@ LayerWeights: TypeAlias = Mapping[str, Weight]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while something long is going on."""
 
-PREFIX = "language_model."
 VECTORS = ("norm", "layernorm", "res_proj", "conv1d", "A_log", "dt_bias", "e_score_correction_bias")
 """Endings of names that are not matrices, whatever their shape: the rest of the trunk is."""
 
@@ -26,14 +26,14 @@ class Trunk:
         config = checkpoint.config
         self._layers: list[dict[str, Weight]] = [{} for _ in range(config.num_hidden_layers)]
         self.top: dict[str, Weight] = {}
-        self.nbytes = 0
+        done = 0
         for name in checkpoint.trunk_names():
             weight = checkpoint.read(name)
-            self.nbytes += weight.nbytes
+            done += weight.nbytes
             home, short = self._place(name)
             home[short] = ops.vector(weight) if short.endswith(VECTORS) else ops.matrix(weight)
             if progress is not None:
-                progress(self.nbytes, checkpoint.trunk_nbytes)
+                progress(done, checkpoint.trunk_nbytes)
         self.embed_tokens: Weight = self.top["embed_tokens"]
         self.lm_head: Weight = self.top["lm_head"]
 
