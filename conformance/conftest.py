@@ -19,6 +19,14 @@ from runtime.setup.synth import synthesize
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a test lets the program learn stays the test's own, and nothing is known before."""
+    path = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("EXPERTSTREAM_HOME", str(path))
+    return path
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A synthetic checkpoint of the shape `tiny`, with a tokenizer. Not to be written to."""

@@ -25,10 +25,10 @@ from runtime.drives.throttled import Limit
 from runtime.errors import CheckpointError, DoesNotFitError, StorageError, UsageError
 from runtime.generate import Engine, Step
 from runtime.ops.reference import ReferenceOps
-from runtime.weights import reads
+from runtime.weights import layout as arrangement
 from runtime.weights.experts import ExpertStore, staging_floor
+from runtime.weights.layout import Drives, Layout
 from runtime.weights.placement import ExpertFiles, Gathering, Placement, Shards
-from runtime.weights.reads import Drives, Layout
 
 NEW = 6
 Outcome = list[tuple[int, str | None]]
@@ -47,7 +47,9 @@ def answer(engine: Engine) -> Outcome:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is ever late: a busy machine makes no faults, and every read is counted once."""
-    monkeypatch.setattr(reads, "POLICY", replace(reads.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0))
+    monkeypatch.setattr(
+        arrangement, "POLICY", replace(arrangement.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[int], None]]
             doings.get(self.name, lambda _: None)(number)
             return super().read(file, offset, into)
 
-    monkeypatch.setattr(reads, "RealDevice", Ill)
+    monkeypatch.setattr(arrangement, "RealDevice", Ill)
     return doings
 
 
@@ -297,7 +299,7 @@ def test_files_that_vanish_or_are_cut_short(embedded: Path, odd: Path, alone: Ou
 def test_large_experts_are_read_by_drive_without_being_asked(
     embedded: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "SMALL_BYTES", 1)
+    monkeypatch.setattr(arrangement, "SMALL_BYTES", 1)
     with Engine.load(embedded, backend="cpu") as engine:
         assert answer(engine) == alone
         settled(engine)

@@ -9,7 +9,7 @@ from runtime.commands.terminal import say
 from runtime.drives.throttled import Limit
 from runtime.errors import UsageError
 from runtime.generate import Engine
-from runtime.weights.reads import Layout
+from runtime.weights.layout import Layout
 
 
 def parse_drives(drives: Sequence[str], simulated: Sequence[str]) -> Layout:

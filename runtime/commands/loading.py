@@ -14,7 +14,7 @@ from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
 from runtime.text.tokenizer import Tokenizer
-from runtime.weights.reads import Drives, Layout
+from runtime.weights.layout import Drives, Layout
 
 MAX_THREADS = 1024
 

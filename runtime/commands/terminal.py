@@ -12,13 +12,12 @@ import os
 import signal
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
 from runtime.errors import Cancelled, StorageError
-
-Progress = Callable[[int, int], None]
+from runtime.progress import Progress
 
 _SHOW_CURSOR = b"\x1b[?25h"
 

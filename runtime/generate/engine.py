@@ -24,10 +24,11 @@ from runtime.generate.plan import MemoryPlan, make_plan
 from runtime.model.k3 import K3
 from runtime.model.state import State
 from runtime.ops import Ops, make_ops
+from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.experts import COPYING, ExpertStore, staging_floor
-from runtime.weights.reads import Drives, Layout, open_drives
-from runtime.weights.trunk import Progress, Trunk
+from runtime.weights.layout import Drives, Layout, open_drives
+from runtime.weights.trunk import Trunk
 
 DEFAULT_CHUNK = 512
 """Prompt tokens computed together when nothing is asked for."""

@@ -21,6 +21,7 @@ from runtime.ops import L2_EPS, RENORMALIZE_EPS, Workload, check_capacity
 from runtime.ops.kernels import attention, jit, matrices, rows
 from runtime.ops.kernels.attention import SCORES_AT_ONCE
 from runtime.ops.kernels.matrices import BAND
+from runtime.progress import Progress
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -93,7 +94,7 @@ class CpuOps:
         self.warm_up()
 
     @staticmethod
-    def warm_up(report: jit.Report | None = None) -> None:
+    def warm_up(report: Progress | None = None) -> None:
         """Have every kernel ready. `report(ready, all)` is called as they come: the first time takes long."""
         jit.build(report)
 

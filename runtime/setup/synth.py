@@ -17,7 +17,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -36,6 +36,7 @@ from runtime.checkpoint.inventory import (
 from runtime.checkpoint.survey import INDEX_NAME
 from runtime.config import CONFIG_NAME, ModelConfig
 from runtime.errors import CheckpointError, StorageError, UsageError
+from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
 from runtime.text.tokenizer import N_SPECIAL, write_tokenizer
 
@@ -45,9 +46,6 @@ SPARE_NBYTES = 16 << 20
 
 PARTIAL = ".partial"
 """The subdirectory in which everything is written before it gets its name."""
-
-Progress = Callable[[int, int], None]
-"""Told (bytes written, bytes in all) after every block."""
 
 GAINS = {
     "embed_tokens": 1.0,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import PREFIX
 from runtime.ops import Ops, Weight
+from runtime.progress import Progress
 
 LayerWeights: TypeAlias = Mapping[str, Weight]
 """Weights of one layer by released name, less the layer's prefix and the ending `.weight`."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while something long is going on."""
 
 VECTORS = ("norm", "layernorm", "res_proj", "conv1d", "A_log", "dt_bias", "e_score_correction_bias")
 """Endings of names that are not matrices, whatever their shape: the rest of the trunk is."""

@@ -39,9 +39,7 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 from runtime.errors import UsageError
-
-Report = Callable[[int, int], None]
-"""Called as report(kernels ready, kernels in all)."""
+from runtime.progress import Progress
 
 _SOURCES = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -151,7 +149,7 @@ def inline(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
-def build(report: Report | None = None) -> None:
+def build(report: Progress | None = None) -> None:
     """Compile every declared kernel, which takes some ten seconds, or load it, which takes a fraction of one.
 
     Raises UsageError where Numba is told not to compile.

@@ -1,0 +1,47 @@
+"""Where the program keeps what it has learned: how often experts are used, checksums, what drives can do.
+
+Never in a model's directory, never on its drives. All of it can be deleted at any time and is learned again; whoever
+reads from here goes on without what cannot be read, and whoever writes says so where it matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from pathlib import Path
+
+
+def home() -> Path:
+    """The directory, which need not exist: EXPERTSTREAM_HOME, else the system's place for a program's state."""
+    if named := os.environ.get("EXPERTSTREAM_HOME"):
+        return Path(named)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "expertstream"
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "expertstream"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that its name never stands for half of it, and it survives a power cut once this returns.
+
+    Makes the directory where it is missing. Raises OSError, and then nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
