@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -463,15 +464,15 @@ def test_the_record_adds_up(cli: Command, tiny: Path) -> None:
     ended = cli(*line, "--simulate-drive", "a=400MB/s", "--simulate-drive", "b=200MB/s,latency=0.1ms")
     record = ended.record
     assert record["logits_sha256"] == plain["logits_sha256"]
-    io, cache = record["io"], record["cache"]
-    assert set(io["by_drive"]) == {"a", "b", "model"}
-    assert io["requested_bytes"] == sum(drive["bytes"] for drive in io["by_drive"].values())
-    assert io["requested_bytes"] == sum(io["by_kind"].values())
-    assert io["by_kind"]["demand"] == plain["io"]["by_kind"]["demand"]
-    assert io["by_kind"]["trunk"] == plain["io"]["by_kind"]["trunk"] == io["by_drive"]["model"]["bytes"]
-    reads = sum(drive["reads"] for drive in io["by_drive"].values())
-    assert io["requested_bytes"] <= io["device_bytes"] <= io["requested_bytes"] + 2 * 65536 * reads
-    assert all(drive["errors"] == drive["retries"] == 0 for drive in io["by_drive"].values())
+    moved, cache = record["io"], record["cache"]
+    assert set(moved["by_drive"]) == {"a", "b", "model"}
+    assert moved["requested_bytes"] == sum(drive["bytes"] for drive in moved["by_drive"].values())
+    assert moved["requested_bytes"] == sum(moved["by_kind"].values())
+    assert moved["by_kind"]["demand"] == plain["io"]["by_kind"]["demand"]
+    assert moved["by_kind"]["trunk"] == plain["io"]["by_kind"]["trunk"] == moved["by_drive"]["model"]["bytes"]
+    reads = sum(drive["reads"] for drive in moved["by_drive"].values())
+    assert moved["requested_bytes"] <= moved["device_bytes"] <= moved["requested_bytes"] + 2 * 65536 * reads
+    assert all(drive["errors"] == drive["retries"] == 0 for drive in moved["by_drive"].values())
     assert cache["peak_bytes"] <= cache["budget_bytes"] == record["memory"]["plan"]["expert_cache"]
     assert record["memory"]["plan"]["reading"] > 0
     assert record["settings"]["drives"]["b"]["limit_bytes_per_s"] == 2e8
@@ -490,6 +491,25 @@ def test_failures_made_good_are_told(
     ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4, "--drive", f"d={tmp_path / 'd'}", "--stats")
     assert ended.status == 0
     assert "note     drive d: " in ended.err
+
+
+def test_a_conversation_tells_of_each_failure_once(
+    cli: Command,
+    embedded: Path,
+    odd: Path,
+    devices: dict[str, Callable[[int], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello again\n"))
+
+    def third_fails(number: int) -> None:
+        if number == 2:
+            raise DeviceError(Fault.IO, "input/output error")
+
+    devices["o"] = third_fails
+    ended = cli("chat", "--max-new", 4, "--drive", f"o={odd}")
+    assert ended.status == 0
+    assert ended.err.count("note     drive o: 1 reads failed; other copies were read\n") == 1
 
 
 @pytest.mark.parametrize("name", ["a b", "a\n\x1b[31m", "ä", "a/b"])

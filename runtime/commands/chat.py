@@ -10,6 +10,7 @@ from typing import Any
 
 from runtime.checkpoint import Checkpoint
 from runtime.commands.answer import Answer, ChatReader, generate
+from runtime.commands.drives import Failures
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, is_terminal, say
 from runtime.errors import Cancelled, UsageError
@@ -33,6 +34,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._failures = Failures(self.session.engine)
         self.reset()
 
     def reset(self) -> None:
@@ -54,6 +56,7 @@ class Conversation:
         finally:
             if answer.begun:
                 self.messages = [*messages, reader.message]
+        self._failures.tell()
         if steps[-1].finish_reason == "length":
             say(f"(cut after {len(steps):,} tokens)")
 

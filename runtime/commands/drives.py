@@ -23,10 +23,19 @@ def parse_drives(drives: Sequence[str], simulated: Sequence[str]) -> Layout:
     return Layout(tuple(directories), tuple(Limit.parse(text) for text in simulated))
 
 
-def tell_failures(engine: Engine) -> None:
-    """Say which drives failed on the way, and that it was made good."""
-    if engine.drives is None:
-        return
-    for name, counts in engine.drives.counts()[0].items():
-        if counts.errors:
-            say(f"note     drive {name}: {counts.errors:,} reads failed; other copies were read")
+class Failures:
+    """Says which drives failed on the way and that it was made good, each failure once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._told: dict[str, int] = {}
+
+    def tell(self) -> None:
+        """Of those that nobody was told of yet."""
+        if self._engine.drives is None:
+            return
+        for name, counts in self._engine.drives.counts()[0].items():
+            new = counts.errors - self._told.get(name, 0)
+            if new:
+                self._told[name] = counts.errors
+                say(f"note     drive {name}: {new:,} reads failed; other copies were read")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runtime.checkpoint import Checkpoint
 from runtime.commands.answer import Answer, ChatReader, IdReader, PlainReader, generate
-from runtime.commands.drives import tell_failures
+from runtime.commands.drives import Failures
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, say, write
 from runtime.errors import UsageError
@@ -75,7 +75,7 @@ def run(loading: Loading, request: Request) -> None:
         steps = generate(
             session, prompt, request.max_new, answer, stop, stats=request.stats, logits_hash=request.logits_hash
         )
-    tell_failures(engine)
+    Failures(engine).tell()
     if request.as_json:
         record = run_record(
             session,

@@ -176,8 +176,8 @@ def make_plan(
     if plan.total > limit:
         least = plan.total - expert_cache + floor
         raise DoesNotFitError(
-            f"this needs {size(plan.total)}, but the {source} allows {size(limit)}: trunk {size(trunk)}, state for "
-            f"{context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
+            f"this needs {size(plan.total)}, but {size(limit)} is what it may have ({source}): trunk {size(trunk)}, "
+            f"state for {context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
             f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
             f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
             "smaller --context, --prefill-chunk or --expert-cache"

@@ -9,7 +9,7 @@ This file knows formats, never sums.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from llvmlite import ir
 
@@ -31,6 +31,11 @@ class Format(Protocol):
     """Decode one block. `row` and `scale` point to a row and of its scales, `block` counts from its start."""
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair: ...
+
+
+@runtime_checkable
+class RaggedFormat(Format, Protocol):
+    """A format whose rows need not be whole blocks."""
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         """The last `columns` < 32 columns, zeros behind."""
@@ -71,14 +76,7 @@ class _F32:
         return self._split(builder, read_some(builder, offset(builder, row, block, 128), _FLOATS32, n_bytes))
 
 
-class WholeBlocks:
-    """A format whose rows are whole blocks."""
-
-    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
-        raise NotImplementedError
-
-
-class _Split(WholeBlocks):
+class _Split:
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         at = offset(builder, row, block, 128)
         return read(builder, at, F32X16), read(builder, offset(builder, at, 64), F32X16)
@@ -115,7 +113,7 @@ def _select(builder: ir.IRBuilder, codes: ir.Value, half_scale: ir.Value) -> ir.
     return _floats(builder, builder.or_(value, _sign(builder, codes)))
 
 
-class _Mxfp4Portable(WholeBlocks):
+class _Mxfp4Portable:
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         byte = _scale_byte(builder, scale, block)
         half_scale = splat(builder, builder.shl(builder.sub(byte, _BIT(1)), _BIT(23)))
@@ -123,7 +121,7 @@ class _Mxfp4Portable(WholeBlocks):
         return _select(builder, even, half_scale), _select(builder, odd, half_scale)
 
 
-class _Mxfp4Avx512(WholeBlocks):
+class _Mxfp4Avx512:
     """`vpermps` looks all 16 values up; the product with a power of two is exact."""
 
     _TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -138,7 +136,7 @@ class _Mxfp4Avx512(WholeBlocks):
         return even, odd
 
 
-class _Mxfp4Avx2(WholeBlocks):
+class _Mxfp4Avx2:
     """`vpermps` of eight lanes looks the magnitude up by the low three bits; the sign is set beside it."""
 
     _HALF = ir.VectorType(ir.FloatType(), 8)
@@ -164,7 +162,7 @@ class _Mxfp4Avx2(WholeBlocks):
         return _floats(builder, builder.or_(magnitude, _sign(builder, codes)))
 
 
-class _Mxfp4Edge(WholeBlocks):
+class _Mxfp4Edge:
     """Every scale byte but 255, exactly. Scale 0 is a subnormal; scales 253 and 254 would overflow with large codes,
     so they are taken as 252 and the rest, 2 or 4, goes to the activation: see `activation_factor`."""
 

@@ -19,7 +19,7 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic as numba_intrinsic
 
-from runtime.ops.kernels.formats import BLOCK, FORMATS, Format, WholeBlocks
+from runtime.ops.kernels.formats import BLOCK, FORMATS, Format, RaggedFormat
 from runtime.ops.kernels.lanes import BYTES, F32X16, call, fused, offset, pointer_type, read, splat, tree_sum, write
 
 _INT = ir.IntType(64)
@@ -94,7 +94,7 @@ def dot_tile(
 
         with _blocks(builder, blocks) as block:
             multiply([decoder.block(builder, w_rows[i], scales[i], block) for i in range(rows)], block)
-        if not isinstance(decoder, WholeBlocks):
+        if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
                 multiply([decoder.tail(builder, row, blocks, rest) for row in w_rows], blocks)
         for j in range(activations):
@@ -129,7 +129,7 @@ def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step
 
         with _blocks(builder, blocks) as block:
             put(decoder.block(builder, weight, weight, block), block)
-        if not isinstance(decoder, WholeBlocks):
+        if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
                 put(decoder.tail(builder, weight, blocks, rest), blocks)
         return context.get_dummy_value()
@@ -163,16 +163,16 @@ def mix_tile(
         def mix(whole: bool) -> None:
             with _blocks(builder, count) as p:
                 row = offset(builder, weight, p, stride)
-                if whole:
-                    pair = decoder.block(builder, row, row, _INT(0))
-                else:
+                if isinstance(decoder, RaggedFormat) and not whole:
                     pair = decoder.tail(builder, row, _INT(0), columns)
+                else:
+                    pair = decoder.block(builder, row, row, _INT(0))
                 for i, both in enumerate(sums):
                     factor = read(builder, offset(builder, offset(builder, a, i, step), p, 4), ir.FloatType())
                     for parity in (0, 1):
                         _accumulate(builder, both[parity], splat(builder, factor), pair[parity])
 
-        if isinstance(decoder, WholeBlocks):
+        if not isinstance(decoder, RaggedFormat):
             mix(True)
         else:
             with builder.if_else(builder.icmp_signed(">=", columns, _INT(BLOCK))) as (whole, part):
