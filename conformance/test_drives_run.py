@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import random
 import re
 import shutil
@@ -17,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from commandline import Command, on
+from copies import rewrite, write_experts
 
-from runtime.checkpoint import Checkpoint, read_header
+from runtime.checkpoint import Checkpoint
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import Fault, Span
 from runtime.drives.real import RealDevice
@@ -65,18 +65,6 @@ def limits(*rates: float, latency_s: float = 0.0) -> Layout:
     return Layout(limits=tuple(Limit(f"s{i}", rate, latency_s) for i, rate in enumerate(rates)))
 
 
-def write_experts(model: Path, directory: Path, choose: Callable[[int, int], bool]) -> Path:
-    """One file per chosen expert, in the layout that people have on disk."""
-    directory.mkdir(parents=True)
-    with Checkpoint.open(model) as checkpoint:
-        for layer in checkpoint.config.moe_layers:
-            for expert in range(checkpoint.config.num_experts):
-                if choose(layer, expert):
-                    packed = checkpoint.read_expert(layer, expert)
-                    (directory / f"L{layer}-E{expert}.bin").write_bytes(b"".join(part.tobytes() for part in packed))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def even(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The experts of even number, in `k3-experts`."""
@@ -89,29 +77,6 @@ def even(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def odd(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The experts of odd number, at the top of a directory."""
     return write_experts(embedded, tmp_path_factory.mktemp("odd") / "o", lambda _, expert: expert % 2 == 1)
-
-
-def rewrite(model: Path, path: Path, keep: Callable[[str], bool] = lambda _: True, seed: int = 0) -> Path:
-    """The checkpoint once more: the tensors that are kept, in one file, in any order. The index still names all."""
-    path.mkdir()
-    for name in ("config.json", "tiktoken.model", "tokenizer_config.json"):
-        shutil.copy(model / name, path)
-    index = json.loads((model / "model.safetensors.index.json").read_text())
-    spans = [span for shard in sorted(model.glob("*.safetensors")) for span in read_header(shard) if keep(span.name)]
-    random.Random(seed).shuffle(spans)
-    header, data = {}, b""
-    for span in spans:
-        with span.path.open("rb") as file:
-            file.seek(span.offset)
-            tensor = file.read(span.nbytes)
-        offsets = [len(data), len(data) + span.nbytes]
-        header[span.name] = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": offsets}
-        index["weight_map"][span.name] = "model-all.safetensors"
-        data += tensor
-    raw = json.dumps(header).encode()
-    (path / "model-all.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
 
 
 @pytest.fixture(scope="module")
