@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
+import resource
 import shutil
 import threading
 import time
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commandline import Command, on
+from commandline import Command, Start, on
 from copies import rewrite, write_experts
 
 from runtime.checkpoint import Checkpoint
@@ -483,3 +485,16 @@ def test_a_drive_name_is_plain(cli: Command, tiny: Path, name: str) -> None:
     assert outcome.status == 2
     assert outcome.err.count("\n") == 1
     assert "\x1b" not in outcome.err
+
+
+def test_a_run_in_sixty_four_descriptors(start: Start, bare: Path, even: Path, odd: Path, alone: Outcome) -> None:
+    """A file per expert on two drives, many more files than may be open."""
+    process = start(
+        *("run", "--model", bare, "--backend", "cpu", "--prompt", "The capital of France is", "--max-new", NEW),
+        *("--json", "--logits-hash", "--drive", f"e={even}", "--drive", f"o={odd}", "--expert-cache", "off"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    )
+    out, _ = process.communicate(timeout=120)
+    record = json.loads(out)
+    assert list(zip(record["token_ids"], record["logits_sha256"], strict=True)) == alone
+    assert all(drive["errors"] == 0 for drive in record["io"]["by_drive"].values())
