@@ -37,6 +37,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
+drives_app = typer.Typer(help="Look at drives: what they are, what they can do.", rich_markup_mode=None)
+app.add_typer(drives_app, name="drives")
+
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
 System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
 Effort = Literal["low", "high", "max"]
@@ -161,6 +164,29 @@ def synth(
     from runtime.commands.synth import synth as command
 
     command(shape, out, layers=layers, experts=experts, top_k=top_k, vocab=vocab, seed=seed)
+
+
+@drives_app.command("probe")
+def drives_probe(
+    model: Model = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
+    depths: Annotated[str, typer.Option(metavar="N,N", help="Reads in flight to try.")] = "1,2,4,8",
+    rounds: Annotated[int, typer.Option(help="How often all is measured; the median counts.")] = 3,
+    amount: Annotated[str, typer.Option(metavar="SIZE", help="A measurement reads no more.")] = "512Mi",
+    seconds: Annotated[float, typer.Option(help="A measurement takes no longer.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Measure what each drive can do, alone and all together, past every cache.
+
+    Reads large files in the model's directory and the drives', whatever they hold; never writes there. What is
+    found is remembered, and later runs begin with it.
+    """
+    from runtime.commands.drives import parse_drives
+    from runtime.commands.probe import Amount, parse_depths, probe_drives
+
+    how_much = Amount(parse_depths(depths), rounds, parse_size(amount, "--amount"), seconds)
+    probe_drives(model, parse_drives(drive or (), simulate_drive or ()), how_much, as_json)
 
 
 def _loading(

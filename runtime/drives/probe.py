@@ -4,6 +4,9 @@ A measurement reads blocks at places that no measurement has read before, as lon
 `depth` readers at once, and divides the bytes by the time from the first request to the last byte. What the kernel
 itself counts as fetched from devices decides whether the number is a drive's: when it counts less than was read,
 the rest came from memory, and no rate is given, only the reason.
+
+Machines are shared and drives have moods: all drives at all depths are measured once, then all once more, and the
+median of these rounds counts.
 """
 
 from __future__ import annotations
@@ -11,16 +14,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
+from statistics import median_low
 
 from runtime.drives.buffers import aligned
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.identity import Identity, same_device
 from runtime.drives.jobs import MIB, DriveSpec, Fault, Span
 from runtime.drives.kernel import device_bytes_read
+from runtime.progress import Progress
 
 DEPTHS = (1, 2, 4, 8)
 BLOCK_BYTES = 8 * MIB
@@ -70,8 +75,9 @@ class Together:
 class Findings:
     """What a probe found out.
 
-    alone: every drive at every depth. latency_s: the shortest read of one block of the drive's. together: all drives,
-    and, when these share something, every pair. one_device: names that are one device, not measured together.
+    alone: every drive at every depth, once for every round. latency_s: the shortest read of one block of the drive's.
+    together: all drives; when these share something, every pair; and drives that are tied together by pairs which
+    share something. one_device: names that are one device, not measured together.
     """
 
     alone: Mapping[str, tuple[Ceiling, ...]]
@@ -80,11 +86,27 @@ class Findings:
     together: tuple[Together, ...]
     one_device: tuple[tuple[str, ...], ...]
 
+    def levels(self, drive: str) -> list[Ceiling]:
+        """The measurement of each depth that is the median of its rounds; one without a rate where none has one."""
+        levels = []
+        for depth in dict.fromkeys(ceiling.depth for ceiling in self.alone[drive]):
+            rounds = [ceiling for ceiling in self.alone[drive] if ceiling.depth == depth]
+            rates = [ceiling.rate for ceiling in rounds if ceiling.rate is not None]
+            middle = median_low(rates) if rates else None
+            levels.append(next(ceiling for ceiling in rounds if ceiling.rate == middle))
+        return levels
+
     def best(self, drive: str) -> Ceiling | None:
-        """The measurement with the smallest depth that is as good as the best; None when all were refused."""
-        good = [c for c in self.alone[drive] if c.rate is not None]
-        top = max((c.rate or 0.0 for c in good), default=0.0)
-        return next((c for c in good if (c.rate or 0.0) >= NEAR_BEST * top), None)
+        """The level with the smallest depth that is as good as the best; None when all were refused."""
+        good = [level for level in self.levels(drive) if level.rate is not None]
+        top = max((level.rate or 0.0 for level in good), default=0.0)
+        return min((c for c in good if (c.rate or 0.0) >= NEAR_BEST * top), key=lambda c: c.depth, default=None)
+
+    def uplinks(self) -> list[Together]:
+        """What is shared, each drive in one of them at most: the smallest groups that explain it."""
+        shared = [t for t in self.together if t.share_an_uplink]
+        tied = _tied([t.drives for t in shared[1:]]) or [t.drives for t in shared]
+        return [t for names in tied for t in shared if set(t.drives) == set(names)]
 
     def spec(self, device: Device, group: str | None = None) -> DriveSpec:
         """The drive as the scheduler should know it. With no rate found it has to be checked first."""
@@ -99,26 +121,27 @@ def probe(
     drives: Sequence[tuple[Device, Sequence[Span]]],
     *,
     depths: Sequence[int] = DEPTHS,
+    rounds: int = 1,
     block_bytes: int = BLOCK_BYTES,
     budget_bytes: int = 512 * MIB,
     limit_s: float = 2.0,
     identities: Mapping[str, Identity] | None = None,
     seed: int = 0,
-    progress: Callable[[Ceiling], None] | None = None,
+    progress: Progress | None = None,
 ) -> Findings:
     """Measure. Spans: what may be read on each drive; the more, the better: what was read once is not read again
-    before everything was. A measurement ends after `budget_bytes` or `limit_s`. Raises DeviceError; ValueError when
-    a drive has nothing to read.
+    before everything was. A measurement ends after `budget_bytes` or `limit_s`. `progress` hears of every measurement
+    of a drive alone, and may raise to end it all. Raises DeviceError; ValueError when a drive has nothing to read.
     """
     rooms = {device.name: _Places(device, spans, block_bytes, seed) for device, spans in drives}
-    alone: dict[str, tuple[Ceiling, ...]] = {}
-    for name, room in rooms.items():
-        ceilings: list[Ceiling] = []
-        for depth in depths:
-            ceilings += _measure([room], {name: depth}, budget_bytes, limit_s)
-            if progress is not None:
-                progress(ceilings[-1])
-        alone[name] = tuple(ceilings)
+    alone: dict[str, tuple[Ceiling, ...]] = dict.fromkeys(rooms, ())
+    turns = [(depth, name) for _ in range(rounds) for depth in depths for name in rooms]
+    for done, (depth, name) in enumerate(turns):
+        if progress is not None:
+            progress(done, len(turns))
+        alone[name] += tuple(_measure([rooms[name]], {name: depth}, budget_bytes, limit_s))
+    if progress is not None:
+        progress(len(turns), len(turns))
     latency = {name: _latency(room) for name, room in rooms.items()}
     modes = {name: room.device.mode for name, room in rooms.items()}
     one_device = tuple(same_device(identities or {}))
@@ -127,13 +150,38 @@ def probe(
     for names in one_device:
         for extra in names[1:]:
             best.pop(extra, None)
+    return replace(findings, together=tuple(_what_is_shared(rooms, best, budget_bytes, limit_s)))
+
+
+def _what_is_shared(
+    rooms: Mapping[str, _Places], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float
+) -> Iterator[Together]:
+    """All drives that have a rate together, and, as far as that is less than they should give, who of them shares."""
+
+    def together(names: Sequence[str]) -> Together:
+        return _together([rooms[name] for name in names], best, budget_bytes, limit_s)
+
     if len(best) < 2:
-        return findings
-    everything = _together([rooms[n] for n in best], best, budget_bytes, limit_s)
-    measured = [everything]
-    if everything.share_an_uplink and len(best) > 2:
-        measured += [_together([rooms[a], rooms[b]], best, budget_bytes, limit_s) for a, b in combinations(best, 2)]
-    return Findings(alone, modes, latency, tuple(measured), one_device)
+        return
+    everything = together(list(best))
+    yield everything
+    if len(best) == 2 or not everything.share_an_uplink:
+        return
+    pairs = [together(pair) for pair in combinations(best, 2)]
+    yield from pairs
+    for names in _tied([pair.drives for pair in pairs if pair.share_an_uplink]):
+        if 2 < len(names) < len(best):
+            yield together(names)
+
+
+def _tied(groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Groups that have a drive in common are one."""
+    out: list[tuple[str, ...]] = []
+    for group in groups:
+        common = [other for other in out if set(other) & set(group)]
+        out = [other for other in out if other not in common]
+        out.append(tuple(dict.fromkeys(name for names in (*common, group) for name in names)))
+    return out
 
 
 class _Places:
@@ -177,9 +225,7 @@ def _measure(rooms: Sequence[_Places], depths: Mapping[str, int], budget_bytes: 
         try:
             while True:
                 with lock:
-                    if (
-                        budget_bytes is not None and asked[name] >= budget_bytes
-                    ) or time.monotonic() - begun >= limit_s:
+                    if asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s:
                         return
                     asked[name] += room.block_bytes
                 room.device.read(*room.take(), into)

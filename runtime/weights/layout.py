@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +16,11 @@ from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import BufferPool
 from runtime.drives.crew import Counts
 from runtime.drives.device import Device, DeviceError
-from runtime.drives.identity import identify, same_device
+from runtime.drives.identity import Identity, identify, same_device
 from runtime.drives.jobs import MIB, DriveSpec, Policy
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES, RealDevice
+from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.errors import StorageError, UsageError
 from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
@@ -27,7 +30,9 @@ SMALL_BYTES = MIB
 """Below this, experts in the model directory alone are read plainly."""
 
 DEPTH = 4
-"""Reads in flight on a drive."""
+"""Reads in flight on a drive of which nothing is known."""
+LEAST_DEPTH = 2
+"""A drive may do as well with one read after the other, but not with the pause in which the next is handed over."""
 
 POLICY = Policy(max_hedge_leases=4)
 SPOILED = 8
@@ -80,6 +85,7 @@ class Drives:
         paths = {holder.name: checkpoint.path for holder in holders} | dict(layout.directories)
         limits = {limit.name: limit for limit in layout.limits}
         self._devices: list[Device] = []
+        self._specs: list[DriveSpec] = []
         self.reader: Reader | None = None
         self.settings: dict[str, dict[str, object]] = {}
         try:
@@ -97,7 +103,8 @@ class Drives:
             raise
         self.alignment = max(mmap.PAGESIZE, *(device.alignment for device in self._devices))
         self.unit_bytes = BufferPool(0, self.alignment).cost(checkpoint.expert_nbytes)
-        self.notes = self.placement.notes + self._shared(paths, limits)
+        self.notes = list(self.placement.notes)
+        self._look_up(paths, limits)
 
     def _open(self, holder: Holder, path: Path, limit: Limit | None) -> Device:
         try:
@@ -108,19 +115,44 @@ class Drives:
             device = Gathering(device, self._checkpoint)
         return device if limit is None else ThrottledDevice(device, limit)
 
-    def _shared(self, paths: dict[str, Path], limits: dict[str, Limit]) -> list[str]:
-        """Real drives that are one device. Simulated ones are one on purpose."""
-        real = [device.name for device in self._devices if device.name not in limits]
-        with suppress(OSError):
-            groups = same_device({name: identify(paths[name]) for name in real})
-            return [f"drives {' and '.join(g)} are one device, and give no more than one" for g in groups]
-        return []
+    def _look_up(self, paths: dict[str, Path], limits: dict[str, Limit]) -> None:
+        """Find out which real drives are one device, and what probes have found of them. Simulated ones are unknown."""
+        remembered = Remembered.load()
+        if remembered.note:
+            self.notes.append(remembered.note)
+        identities: dict[str, Identity] = {}
+        keys: dict[str, str] = {}
+        for device in self._devices:
+            if device.name in limits:
+                continue
+            with suppress(OSError):
+                identity = identities[device.name] = identify(paths[device.name])
+                if key := key_of(identity, device.mode):
+                    keys[device.name] = key
+        one_device = same_device(identities)
+        self.notes += [f"drives {' and '.join(g)} are one device, and give no more than one" for g in one_device]
+        known = {name: remembered.drives.get(key) for name, key in keys.items()}
+        groups = _groups(one_device, keys, known, remembered.uplinks)
+        for device in self._devices:
+            found = known.get(device.name)
+            group = next((g for g, (names, _) in groups.items() if device.name in names), None)
+            depth = DEPTH if found is None else max(found.depth, LEAST_DEPTH)
+            rate, latency = (None, 0.0) if found is None else (found.bytes_per_s, found.latency_s)
+            self._specs.append(DriveSpec(device.name, depth, rate, latency, device.alignment, group))
+            self.settings[device.name] |= {
+                "depth": depth,
+                "bytes_per_s": rate,
+                "latency_s": found and latency,
+                "probed": found and found.at,
+                "uplink": group,
+            }
+        self._uplinks = {group: rate for group, (_, rate) in groups.items() if rate is not None}
 
     @property
     def extra_bytes(self) -> int:
         """Memory that reading takes beside the buffers of the budget, at most."""
-        direct = sum(device.alignment > 1 for device in self._devices)
-        bounces = direct * DEPTH if self._checkpoint.scattered else min(direct * DEPTH, POLICY.max_bounces)
+        direct = sum(spec.depth for spec in self._specs if spec.alignment > 1)
+        bounces = direct if self._checkpoint.scattered else min(direct, POLICY.max_bounces)
         checks = len(self._devices) * min(POLICY.check_bytes, self._checkpoint.expert_nbytes)
         hedges = POLICY.max_hedge_leases * (len(self._devices) > 1)
         return (SPOILED + hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks
@@ -131,16 +163,14 @@ class Drives:
         said = []
         for device in self._devices:
             facts = self.settings[device.name]
-            limit = facts["limit_bytes_per_s"]
-            behind = f", behind a limit of {limit / 1e6:g} MB/s" if isinstance(limit, float) else ""
-            said.append(f"{device.name}: {facts['experts']:,} of {total:,} experts, {device.mode}{behind}")
+            said.append(f"{device.name}: {facts['experts']:,} of {total:,} experts, {device.mode}{_manner(facts)}")
         return said + self.notes
 
     def start(self, budget_bytes: int) -> DriveReads:
         """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to."""
         pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
-        specs = [(device, DriveSpec(device.name, DEPTH, None, 0.0, device.alignment)) for device in self._devices]
-        self.reader = Reader(specs, pool, policy=POLICY)
+        drives = list(zip(self._devices, self._specs, strict=True))
+        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks)
         return DriveReads(
             self._checkpoint, self.placement, self.reader, self.unit_bytes, budget_bytes // self.unit_bytes
         )
@@ -157,6 +187,42 @@ class Drives:
         else:
             for device in self._devices:
                 device.close()
+
+
+def _groups(
+    one_device: Sequence[tuple[str, ...]],
+    keys: Mapping[str, str],
+    known: Mapping[str, Known | None],
+    uplinks: Mapping[frozenset[str], float],
+) -> dict[str, tuple[tuple[str, ...], float | None]]:
+    """Names that hold each other up, and what they give together, where that is known: by a name for the uplink."""
+    found: list[tuple[tuple[str, ...], float | None]] = []
+    for names in one_device:
+        rates = [k.bytes_per_s for name in names if (k := known.get(name)) is not None]
+        found.append((names, max(rates, default=None)))
+    taken = {name for names, _ in found for name in names}
+    for shared, rate in uplinks.items():
+        names = tuple(name for name, key in keys.items() if key in shared and name not in taken)
+        if len(names) > 1:
+            found.append((names, rate if len(names) == len(shared) else None))
+            taken.update(names)
+    return {f"uplink {number}": group for number, group in enumerate(found, 1)}
+
+
+def _manner(facts: Mapping[str, Any]) -> str:
+    """How a drive is used, for people: what is known of it, its limit, what it shares."""
+    said = f", depth {facts['depth']}"
+    if facts["bytes_per_s"] is None:
+        said += ", rate unknown: learned"
+    else:
+        said += f", {facts['bytes_per_s'] / 1e9:.2f} GB/s by probe of {facts['probed'][:10]}"
+    if facts["uplink"]:
+        said += f", on {facts['uplink']}"
+    if facts["limit_bytes_per_s"] is not None:
+        said += f", behind a limit of {facts['limit_bytes_per_s'] / 1e6:g} MB/s"
+        if facts["limit_latency_s"]:
+            said += f" and {facts['limit_latency_s'] * 1e3:g} ms"
+    return said
 
 
 def open_drives(checkpoint: Checkpoint, layout: Layout) -> Drives | None:

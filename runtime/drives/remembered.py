@@ -1,0 +1,123 @@
+"""What a probe found out about drives, kept for later runs in `home()/drives.json`.
+
+A drive is known by what it says of itself: model, serial number and the UUID of its file system, all that can be
+read, and by how its bytes come (`direct`, `nocache`, `buffered`); never by its name or mount path. One that says
+nothing of itself is not remembered, nor is a simulated one.
+
+What is remembered is where learning starts, not what is believed: a drive that has changed since is known better
+after a few reads (`rates.py`). A file that cannot be read as what it should be is not used, and a note says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runtime.drives.identity import UNKNOWN, Identity
+from runtime.drives.probe import Findings
+from runtime.home import home, write_whole
+
+SCHEMA = "expertstream.drives/1"
+MOST_DEPTH = 256
+LONGEST_LATENCY_S = 10.0
+RATES = (1e4, 1e13)
+"""Bytes/s; what lies outside was not measured on a drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One drive: bytes/s, the depth that reaches it, the shortest read of a block; when, as ISO 8601 in UTC."""
+
+    bytes_per_s: float
+    depth: int
+    latency_s: float
+    at: str
+
+    def __post_init__(self) -> None:
+        if not RATES[0] <= self.bytes_per_s <= RATES[1] or not 0 <= self.latency_s <= LONGEST_LATENCY_S:
+            raise ValueError(f"{self.bytes_per_s} bytes/s after {self.latency_s} s")
+        if type(self.depth) is not int or not 1 <= self.depth <= MOST_DEPTH:
+            raise ValueError(f"a depth of {self.depth!r}")
+        datetime.fromisoformat(self.at)
+
+
+def key_of(identity: Identity, mode: str) -> str | None:
+    """What a drive is known by; None when it says nothing of itself."""
+    if identity.serial == identity.uuid == UNKNOWN:
+        return None
+    return " / ".join((identity.model, identity.serial, identity.uuid, mode.partition(":")[0]))
+
+
+@dataclass
+class Remembered:
+    """The file's contents. drives: by key; uplinks: bytes/s that a set of keys reaches together, sharing something."""
+
+    drives: dict[str, Known] = field(default_factory=dict)
+    uplinks: dict[frozenset[str], float] = field(default_factory=dict)
+    note: str = ""
+
+    @staticmethod
+    def path() -> Path:
+        """Where it is kept."""
+        return home() / "drives.json"
+
+    @classmethod
+    def load(cls) -> Remembered:
+        """What is known; nothing, with a `note`, where the file is damaged. Never raises."""
+        path = cls.path()
+        try:
+            data = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, RecursionError) as error:
+            return cls(note=f"{path} cannot be read, drives are learned anew: {error}")
+        try:
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA!r}")
+            drives = {str(key): Known(**known) for key, known in data["drives"].items()}
+            return cls(drives, {frozenset(u["drives"]): _rate(u["bytes_per_s"]) for u in data["uplinks"]})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return cls(note=f"{path} is damaged, drives are learned anew: {error!r}")
+
+    def learn(self, findings: Findings, identities: Mapping[str, Identity], at: datetime | None = None) -> list[str]:
+        """Take over what was found of these drives; returns the names of those that are remembered now.
+
+        What older probes found of drives that were measured together now is forgotten.
+        """
+        moment = (at or datetime.now(UTC)).isoformat(timespec="seconds")
+        keys = {name: key_of(identity, findings.modes[name]) for name, identity in identities.items()}
+        learned = []
+        for name, key in keys.items():
+            best = findings.best(name)
+            if key is not None and best is not None and best.rate is not None:
+                latency = min(findings.latency_s[name], LONGEST_LATENCY_S)
+                self.drives[key] = Known(best.rate, best.depth, latency, moment)
+                learned.append(name)
+        for together in findings.together:
+            measured = {keys.get(name) for name in together.drives}
+            self.uplinks = {group: rate for group, rate in self.uplinks.items() if not group <= measured}
+        for together in findings.uplinks():
+            group = {key for name in together.drives if (key := keys.get(name)) is not None}
+            if len(group) == len(together.drives):
+                self.uplinks[frozenset(group)] = together.rate
+        return learned
+
+    def save(self) -> None:
+        """Write the file, whole. Raises OSError."""
+        record: dict[str, Any] = {
+            "schema": SCHEMA,
+            "drives": {key: asdict(known) for key, known in sorted(self.drives.items())},
+            "uplinks": [{"drives": sorted(group), "bytes_per_s": rate} for group, rate in self.uplinks.items()],
+        }
+        write_whole(self.path(), (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _rate(value: object) -> float:
+    if type(value) not in (int, float) or not math.isfinite(rate := float(value)) or not RATES[0] <= rate <= RATES[1]:  # type: ignore[arg-type]
+        raise ValueError(f"{value!r} bytes/s")
+    return rate
