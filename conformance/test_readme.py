@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -42,13 +42,16 @@ TYPED = [line.text for line in LINES if " -m runtime " in line.text and not line
 
 def test_there_is_something_to_test() -> None:
     assert len(OURS) >= 8
-    assert {words[0] for words in OURS} == {"run", "chat", "synth"}
+    assert {words[0] for words in OURS} == {"run", "chat", "drives", "synth"}
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
 def test_every_command_parses(words: list[str]) -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    commands[words[0]].make_context(words[0], words[1:])
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, words)
 
 
 @pytest.mark.parametrize("line", LINES, ids=str)
