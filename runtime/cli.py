@@ -67,6 +67,9 @@ SimulatedDrive = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="Write down every read, for `trace report`.")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
 
 
@@ -100,6 +103,7 @@ def run(
     threads: Threads = None,
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
+    trace: TraceOption = None,
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -116,7 +120,9 @@ def run(
         option = "--system" if system is not None else "--reasoning-effort"
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
+    loading = _loading(
+        model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive, trace
+    )
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
 
@@ -134,6 +140,7 @@ def chat(
     threads: Threads = None,
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
+    trace: TraceOption = None,
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -142,7 +149,9 @@ def chat(
     """
     from runtime.commands.chat import chat as command
 
-    loading = _loading(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive)
+    loading = _loading(
+        model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive, trace
+    )
     command(loading, system, reasoning_effort, max_new, stats)
 
 
@@ -199,6 +208,7 @@ def _loading(
     expert_cache: str | None,
     drives: list[str] | None,
     simulated: list[str] | None,
+    trace: Path | None,
 ) -> Loading:
     from runtime.commands.drives import parse_drives
     from runtime.commands.loading import Loading
@@ -214,6 +224,7 @@ def _loading(
         expert_cache=None if cached is None else parse_size(cached, "--expert-cache", "or off"),
         reuse=expert_cache is None or cached is not None,
         layout=parse_drives(drives or (), simulated or ()),
+        trace=trace,
     )
 
 

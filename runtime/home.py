@@ -10,7 +10,9 @@ import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def home() -> Path:
@@ -28,11 +30,18 @@ def write_whole(path: Path, data: bytes) -> None:
 
     Makes the directory where it is missing. Raises OSError, and then nothing is left behind.
     """
+    with whole(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when the block ends, and none when it fails; see `write_whole`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(unfinished, "xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)

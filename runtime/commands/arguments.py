@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -86,3 +88,23 @@ def check_unicode(arguments: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             shown = argument.encode(errors="backslashreplace").decode()
             raise UsageError(f"argument {position} is not UTF-8 text at character {error.start}: {shown}") from None
+
+
+def output_file(path: Path, option: str, keep_out: Mapping[str, Path]) -> Path:
+    """Where a file that is asked for can be written, links followed; one that is there will be replaced.
+
+    keep_out: directories by what they are, in which nothing is ever written. Raises UsageError.
+    """
+    target = Path(os.path.realpath(path))
+    for what, directory in keep_out.items():
+        if any(parent.exists() and parent.samefile(directory) for parent in target.parents):
+            raise UsageError(f"{option} {path} is in {what}, where nothing is ever written: name another place")
+    if target.is_dir():
+        raise UsageError(f"{option} {path} is a directory: name a file in it")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{option} {path} is no regular file: name another")
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            return target
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {target.parent}: {error.strerror or error}") from None

@@ -13,6 +13,7 @@ from runtime.commands.answer import Answer, ChatReader, generate
 from runtime.commands.drives import Failures
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, is_terminal, say
+from runtime.commands.tracing import Tracing
 from runtime.errors import Cancelled, UsageError
 from runtime.generate import Session
 from runtime.text.chat import render
@@ -70,10 +71,14 @@ def chat(loading: Loading, system: str | None, reasoning_effort: str, max_new: i
 
     if max_new < 1:
         raise UsageError(f"at least one new token must be asked for, not {max_new}: give --max-new 1 or more")
-    with Interrupts() as stop:
-        engine = loading.load(stop, ready)
-    assert engine.tokenizer is not None
-    conversation = Conversation(engine.session(), engine.tokenizer, system, reasoning_effort, max_new, stats)
+    with Tracing(loading) as tracing:
+        with Interrupts() as stop:
+            engine = tracing.load(stop, ready)
+        assert engine.tokenizer is not None
+        _talk(Conversation(engine.session(), engine.tokenizer, system, reasoning_effort, max_new, stats))
+
+
+def _talk(conversation: Conversation) -> None:
     interactive = is_terminal(sys.stdin)
     if interactive:
         say(HELP)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
 from runtime.commands.terminal import Interrupts, progress, say
+from runtime.drives.trace import TraceLog
 from runtime.errors import UsageError
 from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
@@ -44,6 +45,18 @@ class Loading:
     expert_cache: int | None = None
     reuse: bool = True
     layout: Layout = field(default_factory=Layout)
+    trace: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The model's directory."""
+        return self.model or embedded_model()
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The directories that are read, by what they are."""
+        drives = {f"the directory of drive {name}": path for name, path in self.layout.directories}
+        return {"the model's directory": self.path, **drives}
 
     @property
     def note(self) -> str | None:
@@ -62,7 +75,7 @@ class Loading:
             raise UsageError(f"--threads is for the cpu backend; {backend} does not take it: leave it out")
         return None
 
-    def load(self, stop: Interrupts, ready: Ready) -> Engine:
+    def load(self, stop: Interrupts, ready: Ready, trace: TraceLog | None = None) -> Engine:
         """Open, announce on stderr, ask `ready`, load. Raises what Engine.load and `ready` raise, or Cancelled."""
         backend = self.backend or default_backend()
         threads = self.resolved_threads(backend)
@@ -93,7 +106,7 @@ class Loading:
                 report(done, total)
 
             return Engine.load(
-                self.model or embedded_model(),
+                self.path,
                 backend=backend,
                 threads=threads,
                 context=self.context,
@@ -102,6 +115,7 @@ class Loading:
                 expert_cache=self.expert_cache,
                 reuse=self.reuse,
                 layout=self.layout,
+                trace=trace,
                 announce=announce,
                 progress=advanced,
             )

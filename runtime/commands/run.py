@@ -10,6 +10,7 @@ from runtime.commands.answer import Answer, ChatReader, IdReader, PlainReader, g
 from runtime.commands.drives import Failures
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, say, write
+from runtime.commands.tracing import Tracing
 from runtime.errors import UsageError
 from runtime.generate import Engine
 from runtime.generate.engine import check_request, resolve_context
@@ -68,8 +69,8 @@ def run(loading: Loading, request: Request) -> None:
         if request.max_new > room:
             say(f"note     a context of {context:,} tokens leaves room for {room:,} new ones, not {request.max_new:,}")
 
-    with Interrupts() as stop:
-        engine = loading.load(stop, ready)
+    with Interrupts() as stop, Tracing(loading) as tracing:
+        engine = tracing.load(stop, ready)
         session = engine.session()
         answer = Answer(_reader(engine, request), silent=request.as_json)
         steps = generate(

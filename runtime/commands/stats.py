@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, timing
+from runtime.weights.layout import Drives
 
 
 def token_line(number: int, step: Step, piece: str) -> str:
@@ -27,6 +28,18 @@ def read_lines(engine: Engine) -> list[tuple[str, str]]:
     for name, counts in engine.drives.counts()[0].items() if engine.drives is not None else ():
         trouble = f", {counts.errors:,} failed" if counts.errors else ""
         lines.append((f"drive {name}", f"{size(counts.requested_bytes)} in {counts.reads:,} reads{trouble}"))
+    return lines + ([] if engine.drives is None else _kernel_lines(engine.drives))
+
+
+def _kernel_lines(drives: Drives) -> list[tuple[str, str]]:
+    """What the system counted meanwhile, of this process and of the disks below the drives, whoever used them."""
+    process, disks = drives.witnessed()
+    lines = [] if process is None else [("by the kernel", f"{size(process)} fetched from storage by this process")]
+    for disk, (above, done) in disks.items():
+        below = f", below {' and '.join(above)}" if above else ""
+        lines.append(
+            (f"disk {disk}", f"{size(done.read_bytes)} read, {size(done.written_bytes)} written by all{below}")
+        )
     return lines
 
 

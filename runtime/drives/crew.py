@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from queue import SimpleQueue
 
 from runtime.drives.buffers import aligned
@@ -40,13 +41,24 @@ class Trace:
     detail: str
 
 
+class Fate(Enum):
+    """What becomes of a prefetch: it turns out to be needed, is given up before it was read, is read and thrown away,
+    or is read and taken by somebody who only guesses, too."""
+
+    NEEDED = "needed"
+    DROPPED = "dropped"
+    UNUSED = "unused"
+    TAKEN = "taken"
+
+
 @dataclass(slots=True)
 class Counts:
     """Reads of one drive or of one kind.
 
     reads and errors: those that ended well, and that did not. Bytes are those of the former; device_bytes is what the
-    drive moved for them: requested_bytes ≤ device_bytes ≤ requested_bytes + two blocks for each read.
-    spoiled_bytes: moved, but not what they should be. retries, hedges: reads started because another failed, is late.
+    drive moved for them: requested_bytes ≤ device_bytes ≤ requested_bytes + two blocks for each read. checked_bytes:
+    the part of requested_bytes that checks read. spoiled_bytes: moved, but not what they should be. retries, hedges:
+    reads started because another failed, is late.
     """
 
     requested_bytes: int = 0
@@ -55,6 +67,7 @@ class Counts:
     errors: int = 0
     retries: int = 0
     hedges: int = 0
+    checked_bytes: int = 0
     spoiled_bytes: int = 0
     busy_s: float = 0.0
 
@@ -69,6 +82,7 @@ class Counts:
         elif report.requested:
             self.reads += 1
             self.requested_bytes += report.requested
+            self.checked_bytes += report.requested if errand.slice is None else 0
             self.device_bytes += report.moved
 
 

@@ -7,8 +7,8 @@
     reader.close()
 
 One lock. The scheduler, the queues of jobs and all counts are touched only with it held, and nothing that can wait
-happens meanwhile: no read, no open, no hook. A thread of a drive takes a slice, reads it with the lock free, reports
-how the read ended, and in the same breath carries out what the scheduler answers. So:
+happens meanwhile: no read, no open, no hook but `guess`, which only notes. A thread of a drive takes a slice, reads it
+with the lock free, reports how the read ended, and in the same breath carries out what the scheduler answers. So:
 
 * A buffer is handed on only after every read into it has reported: by the scheduler's rule, since a report comes from
   the thread that read, after it has read.
@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from runtime.drives.buffers import Buffer, BufferPool
-from runtime.drives.crew import Counts, Crew, Errand, Report, Trace, Verify
+from runtime.drives.crew import Counts, Crew, Errand, Fate, Report, Trace, Verify
 from runtime.drives.device import Device
 from runtime.drives.jobs import (
     Action,
@@ -133,13 +133,16 @@ class Reader:
         kind_of: Callable[[Job], str] | None = None,
         verify: Verify | None = None,
         trace: Callable[[Trace], None] | None = None,
+        guess: Callable[[Key, Fate, float, int], None] | None = None,
         watch: Callable[[DriveSuspect | DriveBack], None] | None = None,
     ) -> None:
         """Takes over the devices, `close` closes them, and the pool. Names and alignments are those of the specs.
 
         kind_of: under which kind a job's reads are counted; without it, or where it says "": demand or prefetch.
         verify: looks at the bytes of a slice before they count as read; says what is wrong with them, or "".
-        trace: gets one record for every slice, before its job ends. watch: is told of suspect drives and their return.
+        trace: gets one record for every slice, before its job ends. guess: hears what becomes of a prefetch: its key,
+        its fate, when it was submitted, and the barrier it is needed at. watch: is told of suspect drives and their
+        return.
         `verify` and `trace` are called from several threads at once, `watch` from the one that keeps time; they are
         quick and do not raise.
         """
@@ -150,13 +153,13 @@ class Reader:
                     f"{device.alignment}, buffers have {pool.alignment}"
                 )
         self.pool = pool
-        self._kind_of, self._watch = kind_of, watch
+        self._kind_of, self._watch, self._guess = kind_of, watch, guess
         self._scheduler = Scheduler([spec for _, spec in drives], policy, uplinks)
         self._crews = {spec.name: Crew(device, spec, self._reported, verify, trace) for device, spec in drives}
         self._kinds: dict[str, Counts] = {}
         self._tickets: dict[Key, _Ticket] = {}
         self._outcomes: dict[Key, Outcome] = {}
-        self._guesses: dict[Key, None] = {}
+        self._guesses: dict[Key, float] = {}
         self._pending: list[tuple[int, int, Key]] = []
         self._arrivals = 0
         self._promised = 0
@@ -233,7 +236,7 @@ class Reader:
     def poll(self, key: Key) -> Outcome | None:
         """The outcome of a job, if it has ended; it is the caller's then. Never waits."""
         with self._lock:
-            self._guesses.pop(key, None)
+            self._settle(key, Fate.TAKEN)
             return self._outcomes.pop(key, None)
 
     def counts(self) -> tuple[dict[str, Counts], dict[str, Counts]]:
@@ -346,7 +349,7 @@ class Reader:
             if outcome is None and key not in self._tickets:
                 outcome = Dropped(key)
             if outcome is not None:
-                self._guesses.pop(key, None)
+                self._settle(key, Fate.TAKEN)
                 ready.append(outcome)
                 del left[key]
         return ready
@@ -403,10 +406,12 @@ class Reader:
     def _promote(self, keys: Iterable[Key], barrier: int) -> None:
         live = []
         for key in keys:
-            self._guesses.pop(key, None)
+            self._settle(key, Fate.NEEDED, barrier)
             ticket = self._tickets.get(key)
             if ticket is None or ticket.job.priority is Priority.DEMAND:
                 continue
+            if self._guess is not None:
+                self._guess(key, Fate.NEEDED, ticket.queued, barrier)
             ticket.job = replace(ticket.job, priority=Priority.DEMAND, barrier=barrier)
             if ticket.admitted:
                 self._demand_live += 1
@@ -433,9 +438,15 @@ class Reader:
     def _forget(self, key: Key) -> None:
         """Throw away an outcome that nobody has taken."""
         outcome = self._outcomes.pop(key, None)
-        self._guesses.pop(key, None)
+        self._settle(key, Fate.UNUSED)
         if isinstance(outcome, Landed):
             self.pool.give(outcome.buffer)
+
+    def _settle(self, key: Key, fate: Fate, barrier: int = -1) -> None:
+        """If this is a prefetch that has landed, it is none any more."""
+        queued = self._guesses.pop(key, None)
+        if queued is not None and self._guess is not None:
+            self._guess(key, fate, queued, barrier)
 
     def _end(self, outcome: Outcome) -> None:
         """A job is over."""
@@ -448,7 +459,9 @@ class Reader:
         if isinstance(outcome, Landed) or not guess:
             self._outcomes[outcome.key] = outcome
             if guess:
-                self._guesses[outcome.key] = None
+                self._guesses[outcome.key] = ticket.queued
+        elif self._guess is not None:
+            self._guess(outcome.key, Fate.DROPPED, ticket.queued, ticket.job.barrier)
         self._landed.notify_all()
 
     # --- what the scheduler says; with the lock held ---

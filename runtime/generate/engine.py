@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
+from runtime.drives.trace import TraceLog
 from runtime.errors import CheckpointError, UsageError
 from runtime.generate.plan import MemoryPlan, make_plan
 from runtime.model.k3 import K3
@@ -151,6 +152,7 @@ class Engine:
         expert_cache: int | None = None,
         reuse: bool = True,
         layout: Layout | None = None,
+        trace: TraceLog | None = None,
         announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan, Drives | None], None] | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -158,7 +160,7 @@ class Engine:
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
         `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
-        between tokens. `layout`: where experts are, beside the model directory.
+        between tokens. `layout`: where experts are, beside the model directory. `trace`: what notes every read.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
@@ -171,7 +173,7 @@ class Engine:
             context = resolve_context(checkpoint.config, context)
             chunk = min(chunk, context)
             backend = backend or default_backend()
-            drives = open_drives(checkpoint, layout)
+            drives = open_drives(checkpoint, layout, trace)
             staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
             copies = backend in COPYING
             threads = default_threads() if threads is None else threads
@@ -310,6 +312,9 @@ class Session:
     ) -> npt.NDArray[np.floating]:
         """One pass over `ids`; the logits [V] of the last, or an empty array without `head`."""
         assert self._state is not None
+        drives = self.engine.drives
+        if drives is not None and drives.trace is not None:
+            drives.trace.begin_pass(len(self.processed), len(ids))
         out = self.engine.model.forward(
             np.array(ids, np.int64), self._state, logits="last" if head else "none", cancelled=cancelled
         )

@@ -49,7 +49,7 @@ def run_record(
     hashed = [step.logits_sha256 for step in steps]
     return {
         "schema": SCHEMA,
-        "model": _model(engine, note),
+        "model": model(engine, note),
         "backend": engine.ops.name,
         "prompt_ids": list(prompt_ids),
         "token_ids": [step.token_id for step in steps],
@@ -66,7 +66,7 @@ def run_record(
             "plan": engine.plan.as_dict(),
             "peak_rss_bytes": peak_rss_bytes(),
         },
-        "settings": {**asked, **_settings(engine)},
+        "settings": {**asked, **settings(engine)},
     }
 
 
@@ -97,7 +97,8 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _model(engine: Engine, note: str | None) -> Record:
+def model(engine: Engine, note: str | None) -> Record:
+    """Which model it is; `note` when its path does not say."""
     config = engine.config
     return {
         "path": str(engine.checkpoint.path),
@@ -169,7 +170,8 @@ def _prefill(stats: PrefillStats) -> Record:
     }
 
 
-def _settings(engine: Engine) -> Record:
+def settings(engine: Engine) -> Record:
+    """What the numbers of a run depend on, beside the request."""
     return {
         "backend": engine.ops.name,
         "context": engine.context,

@@ -18,10 +18,12 @@ from runtime.drives.crew import Counts
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.identity import Identity, identify, same_device
 from runtime.drives.jobs import MIB, DriveSpec, Policy
+from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES, RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.drives.throttled import Limit, ThrottledDevice
+from runtime.drives.trace import TraceLog
 from runtime.errors import StorageError, UsageError
 from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
 from runtime.weights.reads import DriveReads
@@ -76,7 +78,8 @@ class Drives:
     no holder, StorageError when a drive cannot be read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None) -> None:
+        self.trace = trace
         self._checkpoint = checkpoint
         holders: list[Holder] = [Shards(limit.name, checkpoint) for limit in layout.limits]
         holders = holders or [Shards(MODEL, checkpoint)]
@@ -87,6 +90,7 @@ class Drives:
         self._devices: list[Device] = []
         self._specs: list[DriveSpec] = []
         self.reader: Reader | None = None
+        self._witness: Witness | None = None
         self.settings: dict[str, dict[str, object]] = {}
         try:
             for holder in self.placement.holders:
@@ -120,13 +124,18 @@ class Drives:
         remembered = Remembered.load()
         if remembered.note:
             self.notes.append(remembered.note)
+        places: dict[Path, Identity] = {}
+        for path in set(paths.values()):
+            with suppress(OSError):
+                places[path] = identify(path)
+        self._disks = {name: places[path].disks for name, path in paths.items() if path in places}
         identities: dict[str, Identity] = {}
         keys: dict[str, str] = {}
         for device in self._devices:
             if device.name in limits:
                 continue
-            with suppress(OSError):
-                identity = identities[device.name] = identify(paths[device.name])
+            if (identity := places.get(paths[device.name])) is not None:
+                identities[device.name] = identity
                 if key := key_of(identity, device.mode):
                     keys[device.name] = key
         one_device = same_device(identities)
@@ -155,7 +164,8 @@ class Drives:
         bounces = direct if self._checkpoint.scattered else min(direct, POLICY.max_bounces)
         checks = len(self._devices) * min(POLICY.check_bytes, self._checkpoint.expert_nbytes)
         hedges = POLICY.max_hedge_leases * (len(self._devices) > 1)
-        return (SPOILED + hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks
+        trace = 0 if self.trace is None else TraceLog.nbytes()
+        return (SPOILED + hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks + trace
 
     def lines(self) -> list[str]:
         """Each drive with its mode and what it holds, for people."""
@@ -170,7 +180,9 @@ class Drives:
         """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to."""
         pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
         drives = list(zip(self._devices, self._specs, strict=True))
-        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks)
+        trace, guess = (None, None) if self.trace is None else (self.trace.slice, self.trace.guess)
+        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks, trace=trace, guess=guess)
+        self._witness = Witness(self._disks)
         return DriveReads(
             self._checkpoint, self.placement, self.reader, self.unit_bytes, budget_bytes // self.unit_bytes
         )
@@ -180,8 +192,20 @@ class Drives:
         assert self.reader is not None
         return *self.reader.counts(), self.reader.modes()
 
+    def witnessed(self) -> tuple[int | None, dict[str, tuple[tuple[str, ...], DiskCounts]]]:
+        """What the system counted since the start.
+
+        (bytes this process had fetched from storage, by disk the drives above it and what it has done for anybody).
+        """
+        assert self._witness is not None
+        process, disks = self._witness.since()
+        above = {disk: tuple(name for name, below in self._disks.items() if disk in below) for disk in disks}
+        return process, {disk: (above[disk], counts) for disk, counts in disks.items()}
+
     def close(self) -> None:
         """Stop reading. Reads that hang are left behind."""
+        if self._witness is not None:
+            self._witness.close()
         if self.reader is not None:
             self.reader.close()
         else:
@@ -225,8 +249,11 @@ def _manner(facts: Mapping[str, Any]) -> str:
     return said
 
 
-def open_drives(checkpoint: Checkpoint, layout: Layout) -> Drives | None:
-    """The drives of a run, or None where one plain directory of small experts needs none of it."""
-    if layout.is_plain and checkpoint.expert_nbytes < SMALL_BYTES:
+def open_drives(checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None) -> Drives | None:
+    """The drives of a run, or None where one plain directory of small experts needs none of it.
+
+    What is traced is read by drive, however small: there is nothing else to trace.
+    """
+    if layout.is_plain and checkpoint.expert_nbytes < SMALL_BYTES and trace is None:
         return None
-    return Drives(checkpoint, layout)
+    return Drives(checkpoint, layout, trace)
