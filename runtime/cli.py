@@ -198,6 +198,54 @@ def drives_probe(
     probe_drives(model, parse_drives(drive or (), simulate_drive or ()), how_much, as_json)
 
 
+@app.command()
+def forecast(
+    k3: Annotated[bool, typer.Option("--k3", help="Kimi K3's dimensions.")] = False,
+    config: Annotated[Path | None, typer.Option(help="The dimensions in this config.json.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory, looked through; it is the drive model.")
+    ] = None,
+    drive: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=RATE[,…]|PATH",
+            help="A drive in figures, 7.1GB/s[,latency=0.2ms][,depth=4][,group=hub:7.1GB/s][,share=0.9|rest][,holds=N],"
+            " or, with --model, a directory with experts. Repeat.",
+        ),
+    ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=RATE[,…]", help="What the drive of a directory can do. Repeat."),
+    ] = None,
+    rung: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:SHARE],…", help="Drives that read together. Repeat. [default: the first, the first two, …]"
+        ),
+    ] = None,
+    routes: Annotated[
+        Path | None, typer.Option(metavar="FILE.npy", help="Recorded routes. [default: drawn to be like recorded ones]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to simulate.")] = 8,
+    fixed_s: Annotated[float, typer.Option(help="Seconds a token beside the reads.")] = 0.0,
+    expert_cache: ExpertCache = None,
+    prompt: Annotated[int, typer.Option(metavar="N", help="Tokens before the first one; 0 for no first token.")] = 512,
+    prefill_chunk: Chunk = 512,
+    seed: Annotated[int, typer.Option(help="Same seed, same forecast.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
+) -> None:
+    """Tell how fast a model would run from given drives, reading nothing.
+
+    The scheduler that runs real drives is run over these, on a clock that exists only as a number.
+    """
+    from runtime.commands.forecast import Request
+    from runtime.commands.forecast import forecast as command
+    from runtime.commands.outlook import Settings
+
+    settings = Settings(routes, tokens, fixed_s, prompt, prefill_chunk, seed)
+    command(Request(k3, config, model, drive or (), rate or (), rung or (), expert_cache, settings), as_json)
+
+
 def _loading(
     model: Path | None,
     backend: str | None,

@@ -123,15 +123,27 @@ def cut(start: int, length: int, wish: float, least: int, grain: int) -> int:
     return min(max(at, low), high) - start
 
 
-def fluid_bound(nbytes: Mapping[frozenset[int], float], rates: Sequence[float]) -> float:
+Uplinks = Sequence[tuple[frozenset[int], float]]
+"""Groups of drives behind one uplink each: which they are, and the bytes/s they can move together."""
+
+
+def joint_rate(drives: frozenset[int], rates: Sequence[float], uplinks: Uplinks = ()) -> float:
+    """Bytes/s of these drives together."""
+    total = sum(rates[d] for d in drives)
+    return total - sum(max(0.0, sum(rates[d] for d in group & drives) - limit) for group, limit in uplinks)
+
+
+def fluid_bound(nbytes: Mapping[frozenset[int], float], rates: Sequence[float], uplinks: Uplinks = ()) -> float:
     """Least seconds in which idle drives can read bytes held by the given sets of drives, were they divisible at will.
 
-    The largest, over all sets S of drives, of (bytes that only S holds) / (rate of S): max-flow, min-cut.
+    The largest, over all sets S of drives, of (bytes that only S holds) / (rate of S): max-flow, min-cut. No other S
+    than unions of the given sets can be the one.
     """
-    drives = range(len(rates))
-    best = 0.0
-    for mask in range(1, 1 << len(rates)):
-        inside = frozenset(d for d in drives if mask >> d & 1)
-        bound = sum(n for holders, n in nbytes.items() if holders <= inside)
-        best = max(best, bound / sum(rates[d] for d in inside))
-    return best
+    unions = {frozenset[int]()}
+    for holders in nbytes:
+        unions |= {holders | others for others in unions}
+    bounds = (
+        sum(n for holders, n in nbytes.items() if holders <= inside) / joint_rate(inside, rates, uplinks)
+        for inside in unions - {frozenset[int]()}
+    )
+    return max(bounds, default=0.0)

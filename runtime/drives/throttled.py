@@ -10,23 +10,15 @@ one disk share that disk.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from dataclasses import dataclass
 
 from runtime.drives.device import Device, DeviceInFront
+from runtime.drives.figures import parse_figures, parse_latency
 from runtime.errors import UsageError
 
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6}
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-_RATE = re.compile(rf"{_NUMBER}\s*([kmg]i?)?b/s", re.IGNORECASE)
-_LATENCY = re.compile(rf"latency={_NUMBER}\s*(s|ms|us|µs|μs)")
 SLACK = 0.009
-RATES = (500e3, 1e12)
-"""Bytes/s that can be simulated: a drive below them would fail the scheduler's checks."""
-LONGEST_LATENCY_S = 1.0
 FORM = "NAME=400MB/s or NAME=400MB/s,latency=0.2ms"
 
 
@@ -46,18 +38,13 @@ class Limit:
     def parse(cls, text: str) -> Limit:
         """From `NAME=400MB/s[,latency=0.2ms]`. M is 10^6, Mi is 2^20. Raises UsageError."""
         name, _, rest = text.partition("=")
-        rate_text, comma, latency_text = rest.partition(",")
-        rate, latency = _RATE.fullmatch(rate_text.strip()), _LATENCY.fullmatch(latency_text.strip())
-        if not name.strip() or not rate or (comma and not latency):
-            raise UsageError(f"simulated drive {text!r}: not understood; write {FORM}")
-        bytes_per_s = float(rate[1]) * _UNITS[(rate[2] or "").lower()]
-        seconds = float(latency[1]) * _SECONDS[latency[2]] if latency else 0.0
-        if not RATES[0] <= bytes_per_s <= RATES[1] or seconds > LONGEST_LATENCY_S:
-            raise UsageError(
-                f"simulated drive {text[:80]!r}: the rate must be from {RATES[0] / 1e6} MB/s to {RATES[1] / 1e9:,.0f} "
-                f"GB/s, the latency at most {LONGEST_LATENCY_S:.0f}s"
-            )
-        return cls(name.strip(), bytes_per_s, seconds)
+        try:
+            if not name.strip():
+                raise UsageError("it has no name")
+            rate, options = parse_figures(rest, ("latency",))
+            return cls(name.strip(), rate, parse_latency(options.get("latency", "0s")))
+        except UsageError as error:
+            raise UsageError(f"simulated drive {text[:80]!r}: {error}; write {FORM}") from None
 
 
 class ThrottledDevice(DeviceInFront):

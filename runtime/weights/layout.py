@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import BufferPool
 from runtime.drives.crew import Counts
 from runtime.drives.device import Device, DeviceError
+from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify, same_device
 from runtime.drives.jobs import MIB, DriveSpec, Policy
 from runtime.drives.kernel import DiskCounts, Witness
@@ -40,8 +40,6 @@ POLICY = Policy(max_hedge_leases=4)
 SPOILED = 8
 """Buffers set aside for reads that nobody waits for any more and that have not ended."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -56,7 +54,7 @@ class Layout:
     def __post_init__(self) -> None:
         names = [MODEL, *(name for name, _ in self.directories), *(limit.name for limit in self.limits)]
         for name in names:
-            if not _NAME.fullmatch(name):
+            if not is_name(name):
                 raise UsageError(f"the drive name {name!r} has other signs than letters, digits, '.', '_' and '-'")
             if names.count(name) > 1:
                 taken = "the model directory's" if name == MODEL else "given twice"

@@ -1,0 +1,175 @@
+"""Which experts tokens ask for: recorded, or drawn to be like what was recorded; and which of them a cache spares.
+
+Routes are [positions, MoE layers, k] int64, the k experts of a token in a layer being distinct.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.errors import UsageError
+
+Routes = npt.NDArray[np.int64]
+
+SIGMA = 1.15
+"""Of the lognormal weights of a layer's experts, fitted to 12 recorded positions of Kimi K3."""
+FIRST_SIGMA = 0.6
+"""The same in the first MoE layer, whose usage is flatter."""
+CARRIED = 0.34
+"""Part of a token's experts that it has from the token before; chance adds a little."""
+WARM_AT_MOST = 128
+"""Tokens drawn to fill a cache before any is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A synthetic router. Each layer has lognormal weights; a token keeps some experts of the one before and draws the
+    rest by weight, without replacement. The same seed gives the same routes."""
+
+    layers: int
+    experts: int
+    k: int
+    seed: int = 0
+    sigma: float = SIGMA
+    first_sigma: float = FIRST_SIGMA
+    carried: float = CARRIED
+
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """[MoE layers, experts], each layer's summing to 1."""
+        sigma = np.full((self.layers, 1), self.sigma)
+        sigma[:1] = self.first_sigma
+        normal = np.random.default_rng([self.seed, 0]).standard_normal((self.layers, self.experts))
+        weights = np.exp(sigma * normal)
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+    def tokens(self, stream: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Token after token, [MoE layers, k] with ids ascending. Each `stream` is a text of its own."""
+        weights, rng = self.weights, np.random.default_rng([self.seed, 1, stream])
+        shape = (self.layers, self.k)
+        ids: npt.NDArray[np.int64] | None = None
+        while True:
+            # Whoever waits least for an exponential clock of rate w comes first: drawing by weight without replacement.
+            waits = rng.standard_exponential((self.layers, self.experts)) / weights
+            if ids is not None:
+                row, column = np.nonzero(rng.random(shape) < self.carried)
+                waits[row, ids[row, column]] = -1.0
+            nearest = np.argpartition(waits, self.k - 1, axis=1)[:, : self.k]
+            ids = np.sort(nearest, axis=1).astype(np.int64)
+            yield ids
+
+    def unions(self, rows: int, stream: int) -> list[list[int]]:
+        """By MoE layer, the distinct experts of a text of `rows` tokens, ascending."""
+        used = np.zeros((self.layers, self.experts), np.bool_)
+        for _, ids in zip(range(rows), self.tokens(stream), strict=False):
+            np.put_along_axis(used, ids, True, axis=1)
+        return [np.flatnonzero(layer).tolist() for layer in used]
+
+
+class Cache:
+    """The experts kept between tokens: as many as there are slots, the least recently used going first."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.wanted = self.hits = 0
+        self._held: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    @property
+    def full(self) -> bool:
+        return len(self._held) >= self.slots
+
+    def token(self, ids: npt.NDArray[np.int64]) -> list[list[int]]:
+        """By MoE layer, those of ids [MoE layers, k] that have to be read. Slots are none or at least k."""
+        missing = []
+        for row, experts in enumerate(ids.tolist()):
+            hits = [e for e in experts if (row, e) in self._held]
+            for e in hits:
+                self._held.move_to_end((row, e))
+            missing.append([e for e in experts if (row, e) not in self._held])
+            for e in missing[-1] if self.slots else ():
+                if self.full:
+                    self._held.popitem(last=False)
+                self._held[row, e] = None
+            self.wanted += len(experts)
+            self.hits += len(hits)
+        return missing
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens that are counted: by token and MoE layer, the experts to read.
+
+    warm: tokens before them, for the cache's sake; hit_rate: of the counted tokens; full: whether the cache was.
+    """
+
+    reads: tuple[list[list[int]], ...]
+    warm: int
+    hit_rate: float
+    full: bool
+
+
+def _count(warmed: Iterable[npt.NDArray[np.int64]], counted: Iterable[npt.NDArray[np.int64]], cache: Cache) -> Window:
+    warm = sum(1 for _ in map(cache.token, warmed))
+    cache.wanted = cache.hits = 0
+    full = cache.full
+    reads = tuple(cache.token(ids) for ids in counted)
+    return Window(reads, warm, cache.hits / cache.wanted if cache.wanted else 0.0, full)
+
+
+def drawn_window(usage: Usage, tokens: int, slots: int) -> Window:
+    """`tokens` drawn tokens, after as many as fill the cache (at most WARM_AT_MOST)."""
+    text, cache = usage.tokens(stream=0), Cache(slots)
+    warmed = (next(text) for _ in range(WARM_AT_MOST) if not cache.full)
+    return _count(warmed, (next(text) for _ in range(tokens)), cache)
+
+
+def recorded_window(routes: Routes, tokens: int, slots: int) -> Window:
+    """The last `tokens` of the recorded ones. A cache is warmed by those before, at least by half of all."""
+    first = max(len(routes) - tokens, len(routes) // 2 if slots else 0)
+    return _count(routes[:first] if slots else (), routes[first:], Cache(slots))
+
+
+def load_routes(path: Path, layers: int, experts: int, k: int) -> Routes:
+    """Recorded routes, a NumPy file of integers [positions, MoE layers, k]. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise UsageError(f"--routes: cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise UsageError(f"--routes: {path} is no NumPy file of integers ({error})") from None
+    if (
+        found.ndim != 3
+        or not np.issubdtype(found.dtype, np.integer)
+        or found.shape[1:] != (layers, k)
+        or not len(found)
+    ):
+        raise UsageError(
+            f"--routes: {path} holds {found.dtype} of shape {list(found.shape)}; wanted integers "
+            f"[positions, {layers} MoE layers, {k} experts]"
+        )
+    routes: Routes = np.sort(found, axis=2).astype(np.int64)
+    if routes.min() < 0 or routes.max() >= experts:
+        raise UsageError(f"--routes: {path} names expert {int(routes.max())}; wanted ids from 0 to {experts - 1}")
+    if (twice := np.argwhere(routes[..., 1:] == routes[..., :-1])).size:
+        position, layer = twice[0][:2].tolist()
+        raise UsageError(f"--routes: {path}: position {position}, MoE layer {layer} names an expert twice")
+    return routes
+
+
+def counts(routes: Routes, experts: int, seed: int) -> npt.NDArray[np.float64]:
+    """How often each expert is used, [MoE layers, experts]; equals are ranked by chance, by less than one use."""
+    used = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in routes.swapaxes(0, 1)])
+    return np.asarray(used + np.random.default_rng([seed, 3]).random(used.shape))
+
+
+def served(here: npt.NDArray[np.bool_], reads: Sequence[list[list[int]]]) -> float:
+    """Part of the reads for which a drive with these copies could be asked; 0 when there are none."""
+    asked = [here[row, e] for token in reads for row, experts in enumerate(token) for e in experts]
+    return float(np.mean(asked)) if asked else 0.0
