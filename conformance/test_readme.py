@@ -42,7 +42,7 @@ TYPED = [line.text for line in LINES if " -m runtime " in line.text and not line
 
 def test_there_is_something_to_test() -> None:
     assert len(OURS) >= 8
-    assert {words[0] for words in OURS} == {"run", "chat", "drives", "synth"}
+    assert {words[0] for words in OURS} == {"run", "chat", "drives", "forecast", "synth"}
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
@@ -100,6 +100,8 @@ def test_what_is_shown_to_be_typed_runs(embedded: Path, tmp_path: Path) -> None:
     )
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.count("Paris") >= 3
+    (ladder,) = re.findall(r"^```text\n(drives .*?)\n```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert ladder in outcome.stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)

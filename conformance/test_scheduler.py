@@ -9,7 +9,6 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -838,30 +837,3 @@ def test_a_drive_that_dies_costs_time_and_no_bytes(ill: Ill) -> None:
     assert useful == 9 * TOP_K * EXPERT
     assert world.scheduler.health("d3") is Health.READY
     assert barrier(world, 99) <= 1.05 * three
-
-
-ROUTES = Path(__file__).parents[2] / "shared/data/k3-routes-12x92x16.npy"
-LADDER = [
-    # drives (rate, latency), part of the experts each holds; published seconds a token on that rung
-    ({"internal": 1.0}, 2.34),
-    ({"internal": 1.0, "green": 1.0}, 1.60),
-    ({"internal": 0.93, "white": 0.889, "green": 1.0}, 1.27),
-    ({"internal": 0.93, "white": 0.889, "green": 1.0, "yellow": 0.665}, 1.16),
-]
-FACTS = {"internal": (13.6, 0.00013), "white": (7.1, 0.00013), "green": (7.1, 0.00013), "yellow": (5.7, 0.00022)}
-
-
-@pytest.mark.skipif(not ROUTES.exists(), reason="the recorded routes are not beside this checkout")
-@pytest.mark.parametrize(("coverage", "published"), LADDER)
-def test_the_published_ladder_comes_out(coverage: dict[str, float], published: float) -> None:
-    """Recorded routes, published drives and coverages, 0.30 s a token beside the reads: within 7 % on every rung."""
-    world = World([VirtualDrive(d, FACTS[d][0] * GB, FACTS[d][1]) for d in coverage])
-    reads = 0.0
-    for layer, ids in enumerate(np.load(ROUTES)[5].tolist()):
-        holders = [
-            [d for d, part in coverage.items() if part == 1 or random.Random(f"{d}/{layer}/{e}").random() < part]
-            for e in ids
-        ]
-        reads += barrier(world, layer, holders)
-        world.run(until=world.now + 0.3 / 92)
-    assert (reads + 0.30) / published == pytest.approx(1.0, abs=0.07)

@@ -187,7 +187,7 @@ def text(outlook: Outlook) -> str:
     done = [one for one in outlook.forecasts if one.decode]
     tables = [
         _table(
-            "drives|GB/s|reads at best, s|reads, s|×|s/token|range|tokens/s|of last",
+            "drives|GB/s|at best, s|reads, s|×|s/token|range|tokens/s|of last",
             [_row(outlook, one) for one in outlook.forecasts],
         ),
         _table("drives|bytes from|layers that waited for", [_shares(one) for one in done], "left"),
