@@ -175,6 +175,22 @@ def synth(
     command(shape, out, layers=layers, experts=experts, top_k=top_k, vocab=vocab, seed=seed)
 
 
+@drives_app.command("map")
+def drives_map(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory, to hold the drives against.")] = None,
+    drive: DriveOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Show each drive: what it is, how it is connected and read, what it holds, and which names are one device.
+
+    With nothing named, it is every drive that is mounted.
+    """
+    from runtime.commands.drives import parse_drives
+    from runtime.commands.map import map_drives
+
+    map_drives(model, parse_drives(drive or (), ()), as_json)
+
+
 @drives_app.command("probe")
 def drives_probe(
     model: Model = None,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.drives.mounts import Mount, mounts
+
 UNKNOWN = "unknown"
 SYS, DEV = Path("/sys"), Path("/dev")
 FS_IOC_GETFSUUID = 0x80111500
@@ -57,13 +59,15 @@ def identify(path: str | Path) -> Identity:
 
 
 def same_device(drives: Mapping[str, Identity]) -> list[tuple[str, ...]]:
-    """Groups of names that are one physical device, or one file system."""
+    """Groups of names that are one physical device, one file system, or one pool of devices."""
     groups: list[tuple[set[tuple[object, ...]], list[str]]] = []
     for name, identity in drives.items():
         marks: set[tuple[object, ...]] = {("disk", disk) for disk in identity.disks}
         marks.add(("st_dev", *identity.st_dev))
         if identity.serial != UNKNOWN:
             marks.add(("serial", identity.model, identity.serial))
+        if identity.filesystem == "zfs":
+            marks.add(("pool", identity.source.partition("/")[0]))
         names = [name]
         for group in [g for g in groups if g[0] & marks]:
             groups.remove(group)
@@ -77,7 +81,8 @@ def same_device(drives: Mapping[str, Identity]) -> list[tuple[str, ...]]:
 
 
 def _on_linux(path: str, dev: tuple[int, int]) -> dict[str, Any]:
-    mount, filesystem, source = _mount_of(path, dev)
+    mount = _mount_of(path, dev)
+    source = mount.source
     block = SYS / "dev/block" / f"{dev[0]}:{dev[1]}"
     if not block.exists() and source.startswith("/dev/"):  # btrfs and others have a device number of their own
         try:
@@ -85,34 +90,28 @@ def _on_linux(path: str, dev: tuple[int, int]) -> dict[str, Any]:
             block = SYS / "dev/block" / f"{os.major(rdev)}:{os.minor(rdev)}"
         except OSError:
             pass
-    disks = sorted(_disks_below(block)) if block.exists() else []
+    below = _disks_below(block) if block.exists() else set()
+    disks = sorted(below | _btrfs_disks(source) if mount.filesystem == "btrfs" else below)
     about = SYS / "block" / disks[0] if len(disks) == 1 else None
     return {
-        "mount": mount,
-        "filesystem": filesystem,
+        "mount": mount.point,
+        "filesystem": mount.filesystem,
         "source": source,
         "uuid": _uuid_of(path, source),
         "disks": tuple(disks),
-        "serial": _first_line(about, "serial", "device/serial", "device/wwid", "wwid"),
-        "model": _first_line(about, "device/model"),
-        "backing": _first_line(about, "loop/backing_file", missing=""),
+        "serial": first_line(about, "serial", "device/serial", "device/wwid", "wwid"),
+        "model": first_line(about, "device/model"),
+        "backing": first_line(about, "loop/backing_file", missing=""),
     }
 
 
-def _mount_of(path: str, dev: tuple[int, int]) -> tuple[str, str, str]:
-    """(mount point, file system, source) from mountinfo: the deepest mount of this device that holds the path."""
-    best = ("", UNKNOWN, UNKNOWN)
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        words, (filesystem, source) = fields.split(), rest.split()[:2]
-        mount = words[4].encode("latin-1", "replace").decode("unicode_escape")
-        holds = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if holds and words[2] == f"{dev[0]}:{dev[1]}" and len(mount) >= len(best[0]):
-            best = (mount, filesystem, source)
+def _mount_of(path: str, dev: tuple[int, int]) -> Mount:
+    """The deepest mount of this device that holds the path."""
+    best = Mount("", UNKNOWN, UNKNOWN, (), dev)
+    for mount in mounts():
+        holds = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if holds and mount.st_dev == dev and len(mount.point) >= len(best.point):
+            best = mount
     return best
 
 
@@ -124,6 +123,15 @@ def _disks_below(block: Path) -> set[str]:
     slaves = place / "slaves"
     below = list(slaves.iterdir()) if slaves.is_dir() else []
     return {disk for slave in below for disk in _disks_below(slave)} if below else {place.name}
+
+
+def _btrfs_disks(source: str) -> set[str]:
+    """Names of the disks below all devices of the btrfs file system that this device belongs to."""
+    name = Path(os.path.realpath(source)).name
+    for devices in (SYS / "fs/btrfs").glob("*/devices"):
+        if (devices / name).exists():
+            return {disk for device in devices.iterdir() for disk in _disks_below(device)}
+    return set()
 
 
 def _uuid_of(path: str, source: str) -> str:
@@ -149,7 +157,8 @@ def _uuid_of(path: str, source: str) -> str:
     return UNKNOWN
 
 
-def _first_line(folder: Path | None, *names: str, missing: str = UNKNOWN) -> str:
+def first_line(folder: Path | None, *names: str, missing: str = UNKNOWN) -> str:
+    """What the first of these files that says anything says."""
     for name in names if folder is not None else ():
         assert folder is not None
         try:
@@ -167,12 +176,12 @@ def _first_line(folder: Path | None, *names: str, missing: str = UNKNOWN) -> str
 def _on_macos(path: str) -> dict[str, Any]:
     """From `diskutil`; serial numbers would take seconds, the physical stores below a volume are as good."""
     mount = _mount_point(path)
-    volume = _diskutil(mount)
+    volume = diskutil(mount)
     container = str(volume.get("APFSContainerReference", ""))
-    stores = _diskutil(container).get("APFSPhysicalStores", []) if container else []
+    stores = diskutil(container).get("APFSPhysicalStores", []) if container else []
     parts = [str(s.get("APFSPhysicalStore", "")) for s in stores] or [str(volume.get("DeviceIdentifier", ""))]
-    disks = {str(_diskutil(part).get("ParentWholeDisk", "")) for part in parts if part} - {""}
-    whole = _diskutil(min(disks)) if len(disks) == 1 else {}
+    disks = {str(diskutil(part).get("ParentWholeDisk", "")) for part in parts if part} - {""}
+    whole = diskutil(min(disks)) if len(disks) == 1 else {}
     return {
         "mount": mount,
         "filesystem": str(volume.get("FilesystemType", UNKNOWN)),
@@ -191,7 +200,8 @@ def _mount_point(path: str) -> str:
     return path
 
 
-def _diskutil(what: str) -> dict[str, Any]:
+def diskutil(what: str) -> dict[str, Any]:
+    """What macOS says of a disk, a volume or a mount point; nothing where it says nothing."""
     try:
         done = subprocess.run(["diskutil", "info", "-plist", what], capture_output=True, timeout=10, check=True)
         found = plistlib.loads(done.stdout)

@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from runtime.drives.jobs import Span
+from runtime.drives.real import device_of
 
 MOST_ENTRIES = 200_000
 """Directory entries that are looked at."""
@@ -26,7 +27,7 @@ def large_files(drive: str, root: Path, least_bytes: int) -> list[Span]:
     """
     device, found, nbytes, seen = os.stat(root).st_dev, [], 0, 0
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if _device(os.path.join(folder, f)) == device)
+        folders[:] = sorted(f for f in folders if device_of(os.path.join(folder, f)) == device)
         for name in sorted(names):
             path = os.path.join(folder, name)
             try:
@@ -41,11 +42,3 @@ def large_files(drive: str, root: Path, least_bytes: int) -> list[Span]:
             if nbytes >= PLENTY_BYTES or seen >= MOST_ENTRIES:
                 return found
     return found
-
-
-def _device(path: str) -> int | None:
-    """The device a directory lies on; None where it cannot be looked at."""
-    try:
-        return os.lstat(path).st_dev
-    except OSError:
-        return None

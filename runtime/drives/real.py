@@ -441,21 +441,33 @@ def _drop_cached(fd: int, offset: int, nbytes: int) -> None:
 
 
 def _some_file(root: Path) -> str | None:
-    """The largest regular file among the first ones found below `root`, or `root` itself."""
+    """The largest regular file among the first ones found below `root`, or `root` itself; on its drive if there is one.
+
+    Directories on other drives are not looked into.
+    """
     if root.is_file():
         return str(root)
-    best, size, seen = None, 0, 0
+    device = os.stat(root).st_dev
+    best, rank, seen = None, (False, 0), 0
     for folder, folders, names in os.walk(root):
-        folders.sort()
+        folders[:] = sorted(f for f in folders if device_of(os.path.join(folder, f)) == device)
         for name in sorted(names):
             path = os.path.join(folder, name)
             try:
                 found = os.stat(path)
             except OSError:
                 continue
-            if stat.S_ISREG(found.st_mode) and found.st_size > size:
-                best, size = path, found.st_size
+            if stat.S_ISREG(found.st_mode) and found.st_size and (found.st_dev == device, found.st_size) > rank:
+                best, rank = path, (found.st_dev == device, found.st_size)
             seen += 1
             if seen >= PROBE_LOOK:
                 return best
     return best
+
+
+def device_of(path: str) -> int | None:
+    """The number of the device that a directory entry lies on; None where it cannot be looked at."""
+    try:
+        return os.lstat(path).st_dev
+    except OSError:
+        return None

@@ -116,6 +116,16 @@ class ExpertFiles:
         return Span(self.name, os.path.join(folder, f"L{layer}-E{expert}.bin"), 0, self._nbytes)
 
 
+def count_expert_files(path: Path) -> int:
+    """How many files below `path` have the name of an expert of some model. Raises OSError."""
+    found = 0
+    for folder in FOLDERS:
+        if (path / folder).is_dir():
+            with os.scandir(path / folder) as entries:
+                found += sum(bool(_FILE.fullmatch(entry.name)) for entry in entries)
+    return found
+
+
 class Placement:
     """Every expert's holders. Raises CheckpointError naming the experts that have none."""
 
