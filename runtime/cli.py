@@ -65,6 +65,10 @@ SimulatedDrive = Annotated[
         help="The model directory behind limits, instead of itself. Repeat.",
     ),
 ]
+VerifyReadsOption = Annotated[
+    Literal["off", "first", "all"],
+    typer.Option("--verify-reads", help="Which reads of experts are compared with the manifest."),
+]
 Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
 TraceOption = Annotated[
@@ -104,6 +108,7 @@ def run(
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
     trace: TraceOption = None,
+    verify_reads: VerifyReadsOption = "first",
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -121,7 +126,9 @@ def run(
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
     loading = _loading(
-        model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive, trace
+        *(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
+        trace,
+        verify_reads,
     )
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
@@ -141,6 +148,7 @@ def chat(
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
     trace: TraceOption = None,
+    verify_reads: VerifyReadsOption = "first",
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -150,7 +158,9 @@ def chat(
     from runtime.commands.chat import chat as command
 
     loading = _loading(
-        model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive, trace
+        *(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
+        trace,
+        verify_reads,
     )
     command(loading, system, reasoning_effort, max_new, stats)
 
@@ -273,6 +283,7 @@ def _loading(
     drives: list[str] | None,
     simulated: list[str] | None,
     trace: Path | None,
+    verify_reads: Literal["off", "first", "all"],
 ) -> Loading:
     from runtime.commands.drives import parse_drives
     from runtime.commands.loading import Loading
@@ -289,6 +300,7 @@ def _loading(
         reuse=expert_cache is None or cached is not None,
         layout=parse_drives(drives or (), simulated or ()),
         trace=trace,
+        verify_reads=verify_reads,
     )
 
 

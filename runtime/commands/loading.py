@@ -15,6 +15,7 @@ from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
 from runtime.text.tokenizer import Tokenizer
+from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.layout import Drives, Layout
 
 MAX_THREADS = 1024
@@ -46,6 +47,7 @@ class Loading:
     reuse: bool = True
     layout: Layout = field(default_factory=Layout)
     trace: Path | None = None
+    verify_reads: VerifyReads = "first"
 
     @property
     def path(self) -> Path:
@@ -81,7 +83,11 @@ class Loading:
         threads = self.resolved_threads(backend)
 
         def announce(
-            checkpoint: Checkpoint, tokenizer: Tokenizer | None, plan: MemoryPlan, drives: Drives | None
+            checkpoint: Checkpoint,
+            tokenizer: Tokenizer | None,
+            plan: MemoryPlan,
+            drives: Drives | None,
+            checks: ReadChecks,
         ) -> None:
             config = checkpoint.config
             say(f"model    {self.note or checkpoint.path}")
@@ -94,6 +100,10 @@ class Loading:
                 say(f"         {note}")
             for number, line in enumerate(drives.lines() if drives is not None else ()):
                 say(f"{'' if number else 'drives':8} {line}")
+            if drives is not None or checks.active:
+                say(f"verify   {checks}")
+            for note in checks.notes:
+                say(f"         {note}")
             say(f"memory   {plan}")
             ready(checkpoint, tokenizer)
             if backend == "cpu":
@@ -116,6 +126,7 @@ class Loading:
                 reuse=self.reuse,
                 layout=self.layout,
                 trace=trace,
+                verify_reads=self.verify_reads,
                 announce=announce,
                 progress=advanced,
             )

@@ -27,12 +27,18 @@ from runtime.model.state import State
 from runtime.ops import Ops, make_ops
 from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
+from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.experts import COPYING, ExpertStore, staging_floor
 from runtime.weights.layout import Drives, Layout, open_drives
+from runtime.weights.reads import PlainReads, Reads
 from runtime.weights.trunk import Trunk
 
 DEFAULT_CHUNK = 512
 """Prompt tokens computed together when nothing is asked for."""
+
+
+Announce = Callable[[Checkpoint, "Tokenizer | None", MemoryPlan, "Drives | None", ReadChecks], None]
+"""Told what is about to be loaded, and how."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ class Engine:
     context: int
     chunk: int
     load_seconds: float
+    checks: ReadChecks
     drives: Drives | None = None
     """None when experts are read plainly from the model directory."""
 
@@ -153,14 +160,16 @@ class Engine:
         reuse: bool = True,
         layout: Layout | None = None,
         trace: TraceLog | None = None,
-        announce: Callable[[Checkpoint, Tokenizer | None, MemoryPlan, Drives | None], None] | None = None,
+        verify_reads: VerifyReads = "first",
+        announce: Announce | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
         `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
-        between tokens. `layout`: where experts are, beside the model directory. `trace`: what notes every read.
+        between tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them
+        are compared with the manifest; `trace`: what notes every read.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
@@ -174,6 +183,7 @@ class Engine:
             chunk = min(chunk, context)
             backend = backend or default_backend()
             drives = open_drives(checkpoint, layout, trace)
+            checks = ReadChecks.open(checkpoint, verify_reads, layout.paths(checkpoint.path))
             staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
             copies = backend in COPYING
             threads = default_threads() if threads is None else threads
@@ -187,13 +197,16 @@ class Engine:
                 expert_cache=expert_cache,
                 reuse=reuse,
                 unit_bytes=None if drives is None else drives.unit_bytes,
-                reading=0 if drives is None else drives.extra_bytes + staging * copies,
+                reading=checks.nbytes + (0 if drives is None else drives.extra_bytes + staging * copies),
             )
             tokenizer = load_tokenizer(checkpoint)
             if announce is not None:
-                announce(checkpoint, tokenizer, plan, drives)
+                announce(checkpoint, tokenizer, plan, drives, checks)
             ops = make_ops(backend, threads)
-            reads = None if drives is None else drives.start(staging if copies else plan.expert_cache)
+            if drives is None:
+                reads: Reads = PlainReads(checkpoint, checks)
+            else:
+                reads = drives.start(staging if copies else plan.expert_cache, checks if checks.active else None)
             experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads)
             trunk = Trunk(checkpoint, ops, progress)
         except BaseException:
@@ -203,7 +216,7 @@ class Engine:
             raise
         model = K3(checkpoint.config, ops, trunk, experts)
         seconds = time.perf_counter() - started
-        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, drives)
+        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives)
 
     def close(self) -> None:
         """Close drives and files. Generating afterwards is an error."""

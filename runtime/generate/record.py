@@ -180,6 +180,7 @@ def settings(engine: Engine) -> Record:
         "expert_cache_bytes": engine.plan.expert_cache,
         "expert_reuse": engine.experts.reuse,
         "drives": None if engine.drives is None else engine.drives.settings,
+        "verify_reads": engine.checks.settings(),
         "trunk": "bf16",
         "precision": PRECISION[engine.ops.name],
         "versions": {

@@ -13,7 +13,7 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import BufferPool
-from runtime.drives.crew import Counts
+from runtime.drives.crew import Counts, Verify
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify, same_device
@@ -68,6 +68,10 @@ class Layout:
         """Nothing was asked for: the model directory is the only drive."""
         return not self.directories and not self.limits
 
+    def paths(self, model: Path) -> dict[str, Path]:
+        """Every drive's directory by its name, beside or instead of the model directory's."""
+        return dict.fromkeys([limit.name for limit in self.limits] or [MODEL], model) | dict(self.directories)
+
 
 class Drives:
     """The drives of a run: opened and looked through, ready to be read from.
@@ -83,7 +87,7 @@ class Drives:
         holders = holders or [Shards(MODEL, checkpoint)]
         holders += [ExpertFiles(name, path, checkpoint) for name, path in layout.directories]
         self.placement = Placement(checkpoint, holders)
-        paths = {holder.name: checkpoint.path for holder in holders} | dict(layout.directories)
+        paths = layout.paths(checkpoint.path)
         limits = {limit.name: limit for limit in layout.limits}
         self._devices: list[Device] = []
         self._specs: list[DriveSpec] = []
@@ -174,12 +178,17 @@ class Drives:
             said.append(f"{device.name}: {facts['experts']:,} of {total:,} experts, {device.mode}{_manner(facts)}")
         return said + self.notes
 
-    def start(self, budget_bytes: int) -> DriveReads:
-        """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to."""
+    def start(self, budget_bytes: int, verify: Verify | None = None) -> DriveReads:
+        """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to.
+
+        verify: looks at what is read, see `Reader`.
+        """
         pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
         drives = list(zip(self._devices, self._specs, strict=True))
         trace, guess = (None, None) if self.trace is None else (self.trace.slice, self.trace.guess)
-        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks, trace=trace, guess=guess)
+        self.reader = Reader(
+            drives, pool, policy=POLICY, uplinks=self._uplinks, verify=verify, trace=trace, guess=guess
+        )
         self._witness = Witness(self._disks)
         return DriveReads(
             self._checkpoint, self.placement, self.reader, self.unit_bytes, budget_bytes // self.unit_bytes

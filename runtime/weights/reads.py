@@ -17,7 +17,8 @@ from runtime.drives.buffers import Buffer
 from runtime.drives.jobs import Job
 from runtime.drives.reader import Landed, Lost, Reader
 from runtime.errors import StorageError
-from runtime.weights.placement import Placement
+from runtime.weights.checks import ReadChecks
+from runtime.weights.placement import MODEL, Placement
 
 PATIENCE_S = 300.0
 """A layer that gets nothing for so long is told that its drives hang."""
@@ -53,16 +54,20 @@ class PlainReads:
 
     ahead = 1
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, checks: ReadChecks | None = None) -> None:
         self.unit_bytes = checkpoint.expert_nbytes
-        self._checkpoint = checkpoint
+        self._checkpoint, self._checks = checkpoint, checks
 
     def submit(self, layer: int, experts: Sequence[int]) -> None:
         """There is nobody to begin."""
 
     def landed(self, layer: int, experts: Collection[int]) -> Iterator[tuple[int, PackedExpert, Release]]:
         for expert in experts:
-            yield expert, self._checkpoint.read_expert(layer, expert), _nothing
+            data = np.empty(self.unit_bytes, np.uint8)
+            self._checkpoint.read_expert(layer, expert, data, check=False)
+            if self._checks is not None:
+                self._checks.whole(MODEL, layer, expert, data.data)
+            yield expert, self._checkpoint.view_expert(layer, expert, data), _nothing
 
     def cancel(self, layer: int, experts: Collection[int]) -> None:
         """Nothing was begun."""

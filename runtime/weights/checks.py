@@ -1,0 +1,145 @@
+"""`--verify-reads`: what is read for the model is compared with the manifest before anybody computes with it.
+
+The manifest of the program's home speaks for every copy. One that lies in a drive's directory speaks for that drive's
+copies, where the first says nothing: it can tell that they were damaged, never that others were. What no manifest
+knows is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.manifest import (
+    BLOCK_BYTES,
+    COPY_NAME,
+    Manifest,
+    blocks,
+    checksum,
+    load_if_there,
+    manifest_path,
+)
+from runtime.drives.jobs import Slice
+from runtime.errors import StorageError
+
+VerifyReads = Literal["off", "first", "all"]
+
+MAKE_ONE = "python -m runtime verify makes one"
+HOW = {"first": "the first read of each expert and drive", "all": "every read"}
+
+
+class ReadChecks:
+    """Compares slices as they are read; safe to call from several threads. `notes`: what a person should know.
+
+    A block of an expert whose bytes were right is, with `first`, not looked at again when the same drive gives it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, mode: VerifyReads, manifests: Mapping[str, Manifest]) -> None:
+        """manifests: by drive, those that know something."""
+        self.mode: VerifyReads = mode if manifests else "off"
+        self.notes: list[str] = []
+        self._asked, self._total = mode, checkpoint.experts_here.size
+        self._manifests = dict(manifests) if mode != "off" else {}
+        self._seen: dict[str, npt.NDArray[np.bool_]] = {}
+        if mode == "first":
+            self._seen = {name: np.zeros(m.blocks.shape, np.bool_) for name, m in self._manifests.items()}
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, mode: VerifyReads, drives: Mapping[str, Path]) -> ReadChecks:
+        """With what is known of the copies on these drives: (name, directory). Bad manifests are noted, not raised."""
+        if mode == "off":
+            return cls(checkpoint, mode, {})
+        notes = []
+        general, trouble = load_if_there(manifest_path(checkpoint), checkpoint)
+        notes += [trouble] if trouble else []
+        manifests = {}
+        for name, path in drives.items():
+            own, trouble = None, ""
+            if path != checkpoint.path:
+                own, trouble = load_if_there(path / COPY_NAME, checkpoint)
+            if trouble:
+                notes.append(f"drive {name}: {trouble}")
+            if own is not None and general is not None:
+                if not (own.known & ~general.known).any():
+                    own = None
+                else:
+                    own.take(general, general.known)
+            if (manifest := own or general) is not None:
+                manifests[name] = manifest
+        checks = cls(checkpoint, mode, manifests)
+        checks.notes = notes
+        return checks
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compared."""
+        return self.mode != "off"
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps in memory."""
+        manifests = {id(manifest): manifest.nbytes for manifest in self._manifests.values()}
+        return sum(manifests.values()) + sum(seen.nbytes for seen in self._seen.values())
+
+    @property
+    def coverage(self) -> dict[str, int]:
+        """Experts whose copies are compared, by drive."""
+        return {name: int(np.count_nonzero(manifest.known)) for name, manifest in self._manifests.items()}
+
+    def __str__(self) -> str:
+        if self._asked == "off":
+            return "off, as asked"
+        if not self.active:
+            return f"off: no manifest; {MAKE_ONE}"
+        known = sorted(set(self.coverage.values()))
+        span = f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}, by drive,"
+        return f"{HOW[self.mode]}, {span} of {self._total:,} experts in the manifest"
+
+    def settings(self) -> dict[str, object]:
+        """For the record."""
+        return {"mode": self.mode, "experts": self.coverage}
+
+    def __call__(self, part: Slice, view: memoryview) -> str:
+        """What is wrong with a slice that was read, or "". The key of its job is (layer, expert)."""
+        key: Any = part.key
+        return self._compare(part.drive, *key, part.start, view, part.file)
+
+    def whole(self, drive: str, layer: int, expert: int, data: memoryview) -> None:
+        """Raise StorageError where all of an expert's bytes are not what they should be."""
+        wrong = self._compare(drive, layer, expert, 0, data, "")
+        if wrong:
+            raise StorageError(f"layer {layer} expert {expert}: drive {drive}: wrong bytes: {wrong}")
+
+    def _compare(self, drive: str, layer: int, expert: int, start: int, data: memoryview, file: str) -> str:
+        manifest = self._manifests.get(drive)
+        if manifest is None:
+            return ""
+        assert start % BLOCK_BYTES == 0, "the scheduler cuts at the grain of the checksums"
+        place = manifest.rows[layer], expert
+        if not manifest.known[place]:
+            return ""
+        wanted, seen = manifest.blocks[place], self._seen.get(drive)
+        wrong = []
+        for number, block in blocks(start, data):
+            if seen is not None and seen[*place, number]:
+                continue
+            if checksum(block) != int(wanted[number]):
+                wrong.append(number)
+            elif seen is not None:
+                seen[*place, number] = True
+        if not wrong:
+            return ""
+        where = f"{file}: " if file else ""
+        found = f"MiB {mebibytes(wrong)} of {len(wanted)} not as the manifest says"
+        return f"{where}{found}; python -m runtime verify tells more"
+
+
+def mebibytes(numbers: list[int]) -> str:
+    """Blocks of an expert for people, counted from 1: `3, 5 and 9 more`."""
+    shown = ", ".join(str(number + 1) for number in numbers[:4])
+    return shown + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
