@@ -9,6 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.checkpoint import Checkpoint, read_header
+from runtime.setup.shapes import RELEASED, RELEASED_KDA, TINY, layer_lists, nest
+from runtime.setup.synth import write_checkpoint
+
+
+def every(layer: int, expert: int) -> bool:
+    """All of them."""
+    return True
 
 
 def write_experts(model: Path, directory: Path, choose: Callable[[int, int], bool]) -> Path:
@@ -44,3 +51,28 @@ def rewrite(model: Path, path: Path, keep: Callable[[str], bool] = lambda _: Tru
     (path / "model-all.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return path
+
+
+def large_experts(path: Path) -> Path:
+    """A checkpoint with two layers of four experts of 6,684,672 bytes: seven MiB, of which the last is not whole."""
+    text = RELEASED | TINY | {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_token": 2}
+    text |= {"moe_intermediate_size": 2048, "routed_expert_hidden_size": 2048}
+    text["num_key_value_heads"] = text["num_attention_heads"]
+    write_checkpoint(nest(text, RELEASED_KDA | {"num_heads": 6, "head_dim": 32} | layer_lists(3)), path)
+    return path
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """One bit of a file is another one."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def flip_in_model(model: Path, layer: int, expert: int, at: int) -> None:
+    """One bit of an expert in the shards of a checkpoint, `at` bytes from its first."""
+    with Checkpoint.open(model) as checkpoint:
+        span = checkpoint.expert_spans(layer, expert)[0]
+    flip(span.path, span.offset + at)

@@ -166,6 +166,23 @@ def chat(
 
 
 @app.command()
+def verify(
+    model: Model = None,
+    drive: DriveOption = None,
+    build: Annotated[bool, typer.Option("--build", help="Make the manifest anew: what is there is right.")] = False,
+    manifest: Annotated[Path | None, typer.Option(help="Compare with this one, and keep it.")] = None,
+) -> None:
+    """Read every copy of every expert and compare it with the manifest, which is made where there is none.
+
+    Copies that are not what they should be are named, and the exit status is 4. Nothing is written to any drive.
+    """
+    from runtime.commands.drives import parse_drives
+    from runtime.commands.verify import verify as command
+
+    command(model, parse_drives(drive or (), ()), build=build, named=manifest)
+
+
+@app.command()
 def synth(
     shape: Annotated[Literal["tiny", "ladder", "slice", "k3"], typer.Option(help="Which dimensions.")],
     out: Annotated[Path, typer.Option(help="New or empty directory.")],

@@ -107,7 +107,7 @@ class ReadChecks:
     def __call__(self, part: Slice, view: memoryview) -> str:
         """What is wrong with a slice that was read, or "". The key of its job is (layer, expert)."""
         key: Any = part.key
-        return self._compare(part.drive, *key, part.start, view, part.file)
+        return self._compare(part.drive, key[0], key[1], part.start, view, part.file)
 
     def whole(self, drive: str, layer: int, expert: int, data: memoryview) -> None:
         """Raise StorageError where all of an expert's bytes are not what they should be."""

@@ -73,6 +73,8 @@ class Shards:
 class ExpertFiles:
     """A directory with a file per expert. Only regular files of exactly an expert's length count.
 
+    `odd`: the others, (layer, expert, what is wrong with it).
+
     Raises StorageError when the directory cannot be listed.
     """
 
@@ -83,19 +85,22 @@ class ExpertFiles:
         self._folder = np.zeros(self.here.shape, np.uint8)
         self._rows = {layer: row for row, layer in enumerate(checkpoint.config.moe_layers)}
         self._nbytes = checkpoint.expert_nbytes
-        odd: list[str] = []
+        self.odd: list[tuple[int, int, str]] = []
+        layers = checkpoint.config.moe_layers
         for index, folder in enumerate(FOLDERS):
             for row, expert, entry in self._files(path / folder):
                 found = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(found.st_mode):
-                    odd.append(f"{entry.name} is no regular file")
+                    self.odd.append((layers[row], expert, f"{entry.name} is no regular file"))
                 elif found.st_size != self._nbytes:
-                    odd.append(f"{entry.name} has {found.st_size:,} bytes, not {self._nbytes:,}")
+                    wrong = f"{entry.name} has {found.st_size:,} bytes, not {self._nbytes:,}"
+                    self.odd.append((layers[row], expert, wrong))
                 elif not self.here[row, expert]:
                     self.here[row, expert] = True
                     self._folder[row, expert] = index
-        if odd:
-            self.notes.append(f"drive {name}: {len(odd)} files are not used: {min(odd)}" + ", …" * (len(odd) > 1))
+        if self.odd:
+            said = min(what for _, _, what in self.odd) + ", …" * (len(self.odd) > 1)
+            self.notes.append(f"drive {name}: {len(self.odd)} files are not used: {said}")
 
     def _files(self, folder: Path) -> Iterator[tuple[int, int, os.DirEntry[str]]]:
         """(row, expert, entry) of everything here that has the name of one of the model's experts."""

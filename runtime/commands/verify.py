@@ -1,0 +1,140 @@
+"""`verify`: are all copies of all experts what they should be? Makes the manifest that says so, where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.manifest import COPY_NAME, Manifest, load_if_there, manifest_path
+from runtime.commands.terminal import Interrupts, progress, say, write
+from runtime.errors import Cancelled, StorageError, UsageError
+from runtime.generate.embedded import NOTE, embedded_model
+from runtime.generate.plan import size
+from runtime.setup.copies import open_copies
+from runtime.setup.verify import Found, Verdict, judge, read_all
+from runtime.weights.layout import Layout
+from runtime.weights.placement import MODEL
+
+SHOWN = 20
+"""Bad copies that are named."""
+
+
+def verify(model: Path | None, layout: Layout, *, build: bool, named: Path | None) -> None:
+    """Read everything, say what is there, keep the manifest. Raises StorageError when a copy is bad.
+
+    Stopped, it keeps what it has learned of the experts it had read; the next run reads all of them again.
+    """
+    if build and named is not None:
+        raise UsageError("--build makes a manifest and --manifest names one: give one of them")
+    with ExitStack() as stack:
+        checkpoint = Checkpoint.open(model or embedded_model(), experts_elsewhere=bool(layout.directories))
+        stack.enter_context(checkpoint)
+        say(f"model    {NOTE if model is None else checkpoint.path}")
+        manifest, before = _manifest(checkpoint, build, named)
+        copies = open_copies(checkpoint, layout)
+        for one in copies:
+            stack.callback(one.close)
+        own = _own_manifests(checkpoint, layout)
+        found = [Found(one, Manifest(checkpoint)) for one in copies]
+        started, stopped = time.monotonic(), None
+        with Interrupts() as stop, progress("verifying", in_bytes=True) as report:
+
+            def advanced(done: int, total: int) -> None:
+                stop.check("verifying")
+                report(done, total)
+
+            try:
+                read_all(found, advanced)
+            except Cancelled as error:
+                stopped = error
+            verdict = judge(manifest, found, own)
+            _tell(found, verdict, time.monotonic() - started)
+            problems = _save(checkpoint, manifest, before, verdict, named is not None)
+            if verdict.bad or verdict.differ or problems:
+                raise _error(found, verdict, problems)
+            if stopped is not None:
+                raise stopped
+
+
+def _manifest(checkpoint: Checkpoint, build: bool, named: Path | None) -> tuple[Manifest, Manifest | None]:
+    """(what is to be compared with, the one that was there). Raises CheckpointError for one that was named."""
+    path = manifest_path(checkpoint)
+    before, trouble = load_if_there(path, checkpoint)
+    if trouble:
+        say(f"note     {trouble}")
+    if named is not None:
+        return Manifest.load(named, checkpoint), before
+    manifest = Manifest(checkpoint)
+    if before is not None and not build:
+        manifest.made_from = before.made_from
+        manifest.take(before, before.known)
+    return manifest, before
+
+
+def _own_manifests(checkpoint: Checkpoint, layout: Layout) -> dict[str, Manifest]:
+    own = {}
+    for name, path in layout.directories:
+        manifest, trouble = load_if_there(path / COPY_NAME, checkpoint)
+        if manifest is not None:
+            own[name] = manifest
+        elif trouble:
+            say(f"note     drive {name}: {trouble}")
+    return own
+
+
+def _tell(found: Sequence[Found], verdict: Verdict, seconds: float) -> None:
+    """What was read of each drive, on stdout."""
+    for one in found:
+        bad = sum(b.drive == one.copies.name for b in verdict.bad)
+        nbytes = int(np.count_nonzero(one.seen.known)) * one.seen.expert_nbytes
+        rest = f", {one.unread:,} not read" if one.unread else ""
+        said = f"{bad:,} bad" if bad else "none bad"
+        write(f"{one.copies.name:8} {one.read:,} copies, {size(nbytes)} in {seconds:.1f} s, {one.copies.mode}: ")
+        write(f"{said}{rest}\n")
+
+
+def _save(
+    checkpoint: Checkpoint, manifest: Manifest, before: Manifest | None, verdict: Verdict, named: bool
+) -> list[str]:
+    """Keep the manifest, if it has anything new; what went wrong."""
+    path, known = manifest_path(checkpoint), int(np.count_nonzero(manifest.known))
+    words = [*filter(None, manifest.made_from.split(", ")), *verdict.added]
+    manifest.made_from = ", ".join(dict.fromkeys(words))
+    changed = before is not None and int(np.count_nonzero(manifest.unlike(before)))
+    added = ", ".join(f"{count:,} now from {word}" for word, count in verdict.added.items())
+    changes = f"; {changed:,} are other than before" if changed else ""
+    said = f"{known:,} of {manifest.known.size:,} experts{added and f', {added}'}{changes}"
+    if not known or not (verdict.added or named or changed):
+        write(f"manifest {said}\n")
+        return []
+    try:
+        manifest.save(path)
+    except OSError as error:
+        write(f"manifest {said}; not kept\n")
+        return [
+            f"the manifest cannot be written to {path}: {error.strerror or error}; make room, or set EXPERTSTREAM_HOME"
+        ]
+    write(f"manifest {said}: {path}\n")
+    return []
+
+
+def _error(found: Sequence[Found], verdict: Verdict, problems: list[str]) -> StorageError:
+    """One line, and the copies by name."""
+    lines = [str(bad) for bad in verdict.bad] + verdict.differ
+    if not lines:
+        return StorageError(problems[0])
+    total, said = sum(one.read for one in found), []
+    if verdict.bad:
+        said.append(f"{len(verdict.bad):,} of {total:,} copies of experts are bad")
+    if verdict.differ:
+        said.append(f"of {len(verdict.differ):,} experts the copies differ and no manifest says which is right")
+    advice = "replicate --to writes a drive's anew"
+    if any(bad.drive == MODEL for bad in verdict.bad):
+        advice = "fetch the model's files again, or, if they were replaced on purpose, verify --build"
+    shown = lines[:SHOWN] + ([f"... and {len(lines) - SHOWN:,} more"] if len(lines) > SHOWN else [])
+    return StorageError(f"{'; '.join(said)}; {advice}", [*shown, *problems])
