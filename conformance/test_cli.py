@@ -340,7 +340,7 @@ RECORD = {
     "settings": {
         *("backend", "threads", "context", "prefill_chunk", "max_new", "chat", "system", "reasoning_effort"),
         *("memory_bytes", "expert_cache_bytes", "expert_reuse", "drives", "trunk", "precision", "versions", "platform"),
-        "machine",
+        *("machine", "verify_reads"),
     },
 }
 

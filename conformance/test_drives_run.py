@@ -447,7 +447,8 @@ def test_the_record_adds_up(cli: Command, tiny: Path) -> None:
     head = ended.err.splitlines()
     drives = next(number for number, text in enumerate(head) if text.startswith("drives   a: 128 of 128 experts, "))
     assert head[drives + 1].startswith("         b: 128 of 128 experts, ")
-    assert head[drives + 2].startswith("memory ")
+    assert head[drives + 2].startswith("verify   off: no manifest; ")
+    assert head[drives + 3].startswith("memory ")
 
 
 def test_failures_made_good_are_told(

@@ -42,7 +42,7 @@ TYPED = [line.text for line in LINES if " -m runtime " in line.text and not line
 
 def test_there_is_something_to_test() -> None:
     assert len(OURS) >= 8
-    assert {words[0] for words in OURS} == {"run", "chat", "drives", "forecast", "synth"}
+    assert {words[0] for words in OURS} == {"run", "chat", "drives", "forecast", "synth", "verify"}
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
@@ -86,13 +86,18 @@ def test_the_answers_shown_are_the_answers_given(embedded: Path) -> None:
     assert shown[1].splitlines()[0] == outcome.stderr.splitlines()[0]
 
 
-def test_what_is_shown_to_be_typed_runs(embedded: Path, tmp_path: Path) -> None:
+def test_what_is_shown_to_be_typed_runs(embedded: Path, own_home: Path, tmp_path: Path) -> None:
     """One shell, in an empty directory, in the order of the documents; what needs the real checkpoint aside."""
     script = "\n".join(line for line in TYPED if "/path/to/" not in line)
     outcome = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f'python() {{ "$PYTHON" "$@"; }}\n{script}'],
         cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "EXPERTSTREAM_HOME": str(own_home),
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
