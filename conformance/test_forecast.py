@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from copies import write_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.drives.identity import identify
 from runtime.drives.jobs import MIB
 from runtime.drives.plan import fluid_bound, joint_rate
+from runtime.drives.real import RealDevice
+from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.forecast import Cache, Drawn, Figures, Holding, Rung, Supply, Usage, climb, draw, drawn_window, parse_rung
 from runtime.setup.shapes import shape_config
 
@@ -258,6 +262,35 @@ def test_real_directories_are_looked_through(cli: Command, tiny: Path, tmp_path:
     outcome = cli("forecast", *options, *rates[:2])
     assert outcome.status == 2
     assert "--rate half=" in outcome.err
+
+
+def test_what_a_probe_has_found_is_what_a_directory_can_do(
+    cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two drives of their own, as it were: what is remembered of each and of both together."""
+    half = write_experts(tiny, tmp_path / "half", lambda _, expert: expert % 2 == 0)
+    identities = {
+        path: replace(identify(path), disks=(f"disk{n}",), serial=f"serial {n}", st_dev=(0, n))
+        for n, path in enumerate((tiny, half))
+    }
+    monkeypatch.setattr("runtime.commands.forecast.identify", identities.__getitem__)
+    modes = {path: RealDevice("x", path).mode for path in identities}
+    keys = [key_of(identity, modes[path]) for path, identity in identities.items()]
+    known = [Known(2e9, 1, 0.0003, "2026-11-01T00:00:00+00:00"), Known(1e9, 8, 0.0, "2026-11-02T00:00:00+00:00")]
+    options = ["forecast", "--model", tiny, "--drive", f"half={half}"]
+    Remembered({keys[0]: known[0]}).save()
+    outcome = cli(*options)
+    assert outcome.status == 2
+    assert "--rate half=" in outcome.err
+    Remembered(dict(zip(keys, known, strict=True)), {frozenset(keys): 2.5e9}).save()
+    record = cli(*options, "--json").record
+    model, other = record["drives"]["model"], record["drives"]["half"]
+    assert (model["rate_bytes_per_s"], model["latency_s"], model["depth"]) == (2e9, 0.0003, 2)
+    assert (other["rate_bytes_per_s"], other["depth"], other["probed"]) == (1e9, 8, known[1].at)
+    assert record["rungs"][1]["rate_bytes_per_s"] == 2.5e9
+    told = cli(*options, "--rate", "half=400MB/s", "--json").record["drives"]["half"]
+    assert (told["rate_bytes_per_s"], told["probed"]) == (4e8, None)
+    assert "2 GB/s by probe of 2026-11-01" in cli(*options).out
 
 
 # --- the command ---

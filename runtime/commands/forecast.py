@@ -18,9 +18,12 @@ from runtime.commands.drives import parse_drives
 from runtime.commands.outlook import Facts, Fleet, Outlook, Settings, record, text
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.config import ModelConfig
+from runtime.drives.device import DeviceError
 from runtime.drives.figures import is_rate
-from runtime.drives.identity import identify, same_device
-from runtime.errors import CheckpointError, DoesNotFitError, UsageError
+from runtime.drives.identity import Identity, identify
+from runtime.drives.real import RealDevice
+from runtime.drives.remembered import recall
+from runtime.errors import CheckpointError, DoesNotFitError, StorageError, UsageError
 from runtime.forecast import (
     Drawn,
     Figures,
@@ -43,6 +46,7 @@ from runtime.forecast import (
 )
 from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
+from runtime.weights.layout import LEAST_DEPTH
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards
 
 MAX_DRIVES = 12
@@ -108,51 +112,72 @@ def _fleet(request: Request, facts: Facts, checkpoint: Checkpoint | None) -> Fle
     """The drives of the command line; with --model its directory comes first."""
     uplinks = Uplinks()
     told = {f.name: f for f, _ in (parse_figured(t, uplinks, "--rate", held=False) for t in request.rates)}
-    figures: dict[str, Figures] = {}
+    drawn: dict[str, Figures] = {}
     holdings: dict[str, Holding] = {}
     found: dict[str, Holder] = {}
     paths: dict[str, Path] = {}
+    names: list[str] = []
     if checkpoint is not None:
+        names.append(MODEL)
         found[MODEL], paths[MODEL] = Shards(MODEL, checkpoint), checkpoint.path
-        figures[MODEL] = _told(MODEL, told)
     for given in request.drives:
         if checkpoint is None or is_rate(given.partition("=")[2].partition(",")[0]):
-            one, holding = parse_figured(given, uplinks, "--drive")
-            name, holdings[one.name] = one.name, holding
+            figures, holding = parse_figured(given, uplinks, "--drive")
+            names.append(figures.name)
+            drawn[figures.name], holdings[figures.name] = figures, holding
         else:
             ((name, path),) = parse_drives([given], ()).directories
+            names.append(name)
             found[name], paths[name] = ExpertFiles(name, path, checkpoint), path
-            one = _told(name, told)
-        if name in figures:
-            raise UsageError(f"the drive name {name!r} is taken: give every drive a name of its own")
-        figures[name] = one
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"the drive name {twice[0]!r} is taken: give every drive a name of its own")
     if stray := told.keys() - found.keys():
         raise UsageError(f"--rate names {min(stray)!r}, which is none of the directories {', '.join(found)}")
-    if not 1 <= len(figures) <= MAX_DRIVES:
-        raise UsageError(f"{len(figures)} drives were given: name from 1 to {MAX_DRIVES} with --drive")
+    if not 1 <= len(names) <= MAX_DRIVES:
+        raise UsageError(f"{len(names)} drives were given: name from 1 to {MAX_DRIVES} with --drive")
     uplinks.check()
-    notes = [note for holder in found.values() for note in holder.notes]
-    notes += _join_same_devices(figures, uplinks, paths)
-    return Fleet(figures, holdings, found, uplinks.rates, notes)
+    real, probed, notes = _figures_of(paths, told, uplinks)
+    notes += [note for holder in found.values() for note in holder.notes]
+    return Fleet({name: (drawn | real)[name] for name in names}, holdings, found, uplinks.rates, probed, notes)
 
 
-def _told(name: str, told: dict[str, Figures]) -> Figures:
-    """What the drive of a directory can do. Raises UsageError when nobody said."""
-    if name not in told:
-        raise UsageError(f"how fast the drive {name!r} reads is not known: give --rate {name}=7.1GB/s")
-    return told[name]
+def _figures_of(
+    paths: dict[str, Path], told: dict[str, Figures], uplinks: Uplinks
+) -> tuple[dict[str, Figures], dict[str, str], list[str]]:
+    """What the drives of directories can do, as told, else as a probe has found, and when; and notes.
 
-
-def _join_same_devices(figures: dict[str, Figures], uplinks: Uplinks, paths: dict[str, Path]) -> list[str]:
-    """Directories on one device give no more than one of them does: an uplink of their own."""
-    notes = []
-    with suppress(OSError):
-        for names in same_device({name: identify(path) for name, path in paths.items()}):
-            group, rate = "device-of-" + "-".join(names), max(figures[name].rate for name in names)
-            figures.update({name: replace(figures[name], group=group) for name in names})
-            uplinks.rates[group] = rate
-            notes.append(f"drives {' and '.join(names)} are one device, and give no more than one")
-    return notes
+    Drives that are one device, or share something whose rate is not known, count as no faster than one of them.
+    Raises UsageError when nobody knows a drive's rate, StorageError when it cannot be read.
+    """
+    identities: dict[str, Identity] = {}
+    modes: dict[str, str] = {}
+    for name, path in paths.items():
+        try:
+            device = RealDevice(name, path)
+        except DeviceError as error:
+            raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
+        modes[name] = device.mode
+        device.close()
+        with suppress(OSError):
+            identities[name] = identify(path)
+    recalled = recall(identities, modes)
+    figures, probed = {}, {}
+    for name in paths:
+        if name in told:
+            figures[name] = told[name]
+        elif (known := recalled.known.get(name)) is not None:
+            figures[name] = Figures(name, known.bytes_per_s, known.latency_s, max(known.depth, LEAST_DEPTH))
+            probed[name] = known.at
+        else:
+            raise UsageError(
+                f"how fast the drive {name!r} reads is not known: measure it with `drives probe`, or give "
+                f"--rate {name}=7.1GB/s"
+            )
+    for group, (names, rate) in recalled.groups.items():
+        free = [name for name in names if figures[name].group is None]
+        figures.update({name: replace(figures[name], group=group) for name in free})
+        uplinks.rates[group] = rate or max(figures[name].rate for name in names)
+    return figures, probed, recalled.notes
 
 
 def _rungs(request: Request, fleet: Fleet, facts: Facts, usage: npt.NDArray[np.float64]) -> list[Rung]:

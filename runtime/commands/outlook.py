@@ -59,12 +59,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Fleet:
-    """The drives, in order. found: the copies of those that are directories; holdings: of those that are drawn."""
+    """The drives, in order. found: the copies of those that are directories; holdings: of those that are drawn.
+
+    probed: when a probe found what a drive can do, where that is what is known of it.
+    """
 
     figures: dict[str, Figures]
     holdings: dict[str, Holding]
     found: dict[str, Holder]
     uplinks: dict[str, float]
+    probed: dict[str, str]
     notes: list[str]
 
     def holds(self, name: str) -> str:
@@ -179,10 +183,11 @@ def text(outlook: Outlook) -> str:
     ]
     for number, (name, d) in enumerate(fleet.figures.items()):
         group = f", in group {d.group} of {size(round(fleet.uplinks[d.group]))}/s" if d.group else ""
+        probed = f" by probe of {fleet.probed[name][:10]}" if name in fleet.probed else ""
         latency = f", latency {d.latency_s * 1e3:g} ms" if d.latency_s else ""
         lines.append(
-            f"{'' if number else 'drives':8} {name}: {size(round(d.rate))}/s{latency}, depth {d.depth}{group}, holds "
-            f"{fleet.holds(name)}"
+            f"{'' if number else 'drives':8} {name}: {size(round(d.rate))}/s{probed}{latency}, depth {d.depth}{group}, "
+            f"holds {fleet.holds(name)}"
         )
     done = [one for one in outlook.forecasts if one.decode]
     tables = [
@@ -274,6 +279,7 @@ def record(outlook: Outlook) -> Record:
                 "group": d.group,
                 "holds": fleet.holds(name),
                 "real": name in fleet.found,
+                "probed": fleet.probed.get(name),
             }
             for name, d in fleet.figures.items()
         },

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.drives.identity import UNKNOWN, Identity
+from runtime.drives.identity import UNKNOWN, Identity, same_device
 from runtime.drives.probe import Findings
 from runtime.home import home, write_whole
 
@@ -115,6 +115,53 @@ class Remembered:
             "uplinks": [{"drives": sorted(group), "bytes_per_s": rate} for group, rate in self.uplinks.items()],
         }
         write_whole(self.path(), (json.dumps(record, indent=1) + "\n").encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What is known of some drives, by the names they have now.
+
+    groups: drives that hold each other up, and the bytes/s they give together where that is known.
+    """
+
+    known: dict[str, Known]
+    groups: dict[str, tuple[tuple[str, ...], float | None]]
+    notes: list[str]
+
+    def group_of(self, name: str) -> str | None:
+        """The group the drive is in."""
+        return next((group for group, (names, _) in self.groups.items() if name in names), None)
+
+
+def recall(identities: Mapping[str, Identity], modes: Mapping[str, str]) -> Recalled:
+    """Look up drives, by name what each is and how its bytes come. Never raises."""
+    remembered = Remembered.load()
+    notes = [remembered.note] if remembered.note else []
+    one_device = same_device(identities)
+    notes += [f"drives {' and '.join(g)} are one device, and give no more than one" for g in one_device]
+    keys = {name: key for name, identity in identities.items() if (key := key_of(identity, modes[name]))}
+    known = {name: remembered.drives[key] for name, key in keys.items() if key in remembered.drives}
+    return Recalled(known, _groups(one_device, keys, known, remembered.uplinks), notes)
+
+
+def _groups(
+    one_device: Sequence[tuple[str, ...]],
+    keys: Mapping[str, str],
+    known: Mapping[str, Known],
+    uplinks: Mapping[frozenset[str], float],
+) -> dict[str, tuple[tuple[str, ...], float | None]]:
+    """Names that hold each other up, and what they give together, where that is known: by a name for the uplink."""
+    found: list[tuple[tuple[str, ...], float | None]] = []
+    for names in one_device:
+        rates = [known[name].bytes_per_s for name in names if name in known]
+        found.append((names, max(rates, default=None)))
+    taken = {name for names, _ in found for name in names}
+    for shared, rate in uplinks.items():
+        names = tuple(name for name, key in keys.items() if key in shared and name not in taken)
+        if len(names) > 1:
+            found.append((names, rate if len(names) == len(shared) else None))
+            taken.update(names)
+    return {f"uplink {number}": group for number, group in enumerate(found, 1)}
 
 
 def _rate(value: object) -> float:

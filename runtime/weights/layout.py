@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from runtime.drives.buffers import BufferPool
 from runtime.drives.crew import Counts, Verify
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.figures import is_name
-from runtime.drives.identity import Identity, identify, same_device
+from runtime.drives.identity import Identity, identify
 from runtime.drives.jobs import MIB, DriveSpec, Policy
 from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES, RealDevice
-from runtime.drives.remembered import Known, Remembered, key_of
+from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.errors import StorageError, UsageError
@@ -123,30 +123,17 @@ class Drives:
 
     def _look_up(self, paths: dict[str, Path], limits: dict[str, Limit]) -> None:
         """Find out which real drives are one device, and what probes have found of them. Simulated ones are unknown."""
-        remembered = Remembered.load()
-        if remembered.note:
-            self.notes.append(remembered.note)
         places: dict[Path, Identity] = {}
         for path in set(paths.values()):
             with suppress(OSError):
                 places[path] = identify(path)
         self._disks = {name: places[path].disks for name, path in paths.items() if path in places}
-        identities: dict[str, Identity] = {}
-        keys: dict[str, str] = {}
+        real = [device for device in self._devices if device.name not in limits]
+        identities = {d.name: places[paths[d.name]] for d in real if paths[d.name] in places}
+        recalled = recall(identities, {device.name: device.mode for device in real})
+        self.notes += recalled.notes
         for device in self._devices:
-            if device.name in limits:
-                continue
-            if (identity := places.get(paths[device.name])) is not None:
-                identities[device.name] = identity
-                if key := key_of(identity, device.mode):
-                    keys[device.name] = key
-        one_device = same_device(identities)
-        self.notes += [f"drives {' and '.join(g)} are one device, and give no more than one" for g in one_device]
-        known = {name: remembered.drives.get(key) for name, key in keys.items()}
-        groups = _groups(one_device, keys, known, remembered.uplinks)
-        for device in self._devices:
-            found = known.get(device.name)
-            group = next((g for g, (names, _) in groups.items() if device.name in names), None)
+            found, group = recalled.known.get(device.name), recalled.group_of(device.name)
             depth = DEPTH if found is None else max(found.depth, LEAST_DEPTH)
             rate, latency = (None, 0.0) if found is None else (found.bytes_per_s, found.latency_s)
             self._specs.append(DriveSpec(device.name, depth, rate, latency, device.alignment, group))
@@ -157,7 +144,7 @@ class Drives:
                 "probed": found and found.at,
                 "uplink": group,
             }
-        self._uplinks = {group: rate for group, (_, rate) in groups.items() if rate is not None}
+        self._uplinks = {group: rate for group, (_, rate) in recalled.groups.items() if rate is not None}
 
     @property
     def extra_bytes(self) -> int:
@@ -218,26 +205,6 @@ class Drives:
         else:
             for device in self._devices:
                 device.close()
-
-
-def _groups(
-    one_device: Sequence[tuple[str, ...]],
-    keys: Mapping[str, str],
-    known: Mapping[str, Known | None],
-    uplinks: Mapping[frozenset[str], float],
-) -> dict[str, tuple[tuple[str, ...], float | None]]:
-    """Names that hold each other up, and what they give together, where that is known: by a name for the uplink."""
-    found: list[tuple[tuple[str, ...], float | None]] = []
-    for names in one_device:
-        rates = [k.bytes_per_s for name in names if (k := known.get(name)) is not None]
-        found.append((names, max(rates, default=None)))
-    taken = {name for names, _ in found for name in names}
-    for shared, rate in uplinks.items():
-        names = tuple(name for name, key in keys.items() if key in shared and name not in taken)
-        if len(names) > 1:
-            found.append((names, rate if len(names) == len(shared) else None))
-            taken.update(names)
-    return {f"uplink {number}": group for number, group in enumerate(found, 1)}
 
 
 def _manner(facts: Mapping[str, Any]) -> str:
