@@ -365,9 +365,11 @@ def test_what_makes_no_forecast_is_said_in_a_line(cli: Command, options: list[ob
 
 
 def test_a_cache_below_one_layer_does_not_fit(cli: Command) -> None:
-    outcome = cli("forecast", "--k3", "--drive", "a=1GB/s", "--expert-cache", "200M")
+    outcome = cli("forecast", "--k3", "--drive", "a=1GB/s", "--expert-cache", "200M", "--json")
     assert outcome.status == 5
     assert "280,756,224" in outcome.err
+    assert outcome.record["schema"] == "expertstream.forecast/1"
+    assert outcome.record["error"]["code"] == "does_not_fit"
 
 
 @pytest.mark.parametrize(

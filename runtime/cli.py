@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -324,7 +324,7 @@ def _loading(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name); its exit status. A bug is the only traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in arguments
+    schema = _schema(arguments)
     prepare()
     try:
         check_unicode(arguments)
@@ -332,13 +332,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status or 0)
     except ExpertstreamError as error:
-        return _fail(error.code, str(error.args[0]), error.exit_code, as_json, error.details)
+        return _fail(error.code, str(error.args[0]), error.exit_code, schema, error.details)
     except ParserError as error:
         message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
-        return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, as_json)
+        return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
     except MemoryError:
         message = "the system refused memory that was planned for: give a smaller --memory, or end other programs"
-        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, as_json)
+        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, schema)
     except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
         abandon(sys.stdout)
         return 141
@@ -348,19 +348,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         abandon(sys.stdout)
         message = f"cannot write to standard output: {error.strerror or error}"
-        return _fail(StorageError.code, message, StorageError.exit_code, as_json=False)
+        return _fail(StorageError.code, message, StorageError.exit_code, None)
     except KeyboardInterrupt:
         return 130
 
 
-def _fail(code: str, message: str, status: int, as_json: bool, details: Sequence[str] = ()) -> int:
-    """Lines on stderr; with --json also an error record on stdout, unless stdout is what failed."""
-    lines = [printable(" ".join(line.split("\n"))) for line in (message, *details)]
-    if as_json:
-        from runtime.generate.record import error_record
+def _schema(arguments: Sequence[str]) -> str | None:
+    """With --json, the schema of the command's record, which is that of its failure too."""
+    if "--json" not in arguments:
+        return None
+    command: Any = typer.main.get_command(app)
+    name = "run"
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        name = word
+    return f"expertstream.{name}/1"
 
+
+def _fail(code: str, message: str, status: int, schema: str | None, details: Sequence[str] = ()) -> int:
+    """Lines on stderr; with a schema also an error record on stdout, unless stdout is what failed."""
+    lines = [printable(" ".join(line.split("\n"))) for line in (message, *details)]
+    if schema is not None:
+        error = {"code": code, "message": "\n".join([message, *details])}
         try:
-            print(json.dumps(error_record(code, "\n".join([message, *details]))), flush=True)
+            print(json.dumps({"schema": schema, "error": error}), flush=True)
         except OSError:
             abandon(sys.stdout)
     say("\n  ".join([lines[0] if code == Cancelled.code else f"error: {lines[0]}", *lines[1:]]))

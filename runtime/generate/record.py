@@ -70,11 +70,6 @@ def run_record(
     }
 
 
-def error_record(code: str, message: str) -> Record:
-    """What `--json` prints when there is no run to record."""
-    return {"schema": SCHEMA, "error": {"code": code, "message": message}}
-
-
 def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, float | None]:
     """Seconds. `ttft_s` is from the start of the prefill to the first token, `decode_s` the passes of the others."""
     decode = sum(step.seconds for step in steps[1:])
