@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.checkpoint.int8 import Int8Matrix, quantize
 from runtime.checkpoint.mxfp4 import PackedExpert, decode
 from runtime.commands import loading
 from runtime.errors import CheckpointError, UsageError
@@ -50,6 +51,12 @@ def floats(seed: int, *shape: int, scale: float = 1.0) -> Any:
 
 def bf16(seed: int, *shape: int, scale: float = 1.0) -> Any:
     return (floats(seed, *shape, scale=scale).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def int8(seed: int, *shape: int) -> Int8Matrix:
+    made = Int8Matrix(np.empty(shape, np.int8), np.empty(shape[0], np.float16))
+    quantize(bf16(seed, *shape), made, "made up")
+    return made
 
 
 def widen(weight: Any) -> Any:
@@ -506,6 +513,7 @@ def all_outputs(ops: CpuOps, tokens: int = 5) -> Iterator[tuple[str, Any]]:
     x, w, g = floats(0, tokens, 97), floats(1, 97), floats(2, tokens, 97, scale=5)
     for name, weight in (("bf16", bf16(3, 77, 97)), ("float32", floats(3, 77, 97))):
         yield f"linear {name}", ops.linear(x, ops.matrix(weight))
+    yield "linear int8", ops.linear(x, ops.int8_matrix(int8(18, 77, 97)))
     yield "rms_norm", ops.rms_norm(x, w, 1e-5)
     yield "attn_res", ops.attn_res([x, g, x[::-1].copy()], w, floats(4, 97), 1e-5)
     yield "gate", ops.gate(x, g)
@@ -519,8 +527,9 @@ def all_outputs(ops: CpuOps, tokens: int = 5) -> Iterator[tuple[str, Any]]:
     cache = ops.latent_cache(90, 48, 20)
     cache.length = cache.append(floats(8, 83, 48), floats(9, 83, 20))
     cache.append(floats(10, tokens, 48), floats(11, tokens, 20))
-    q, kv_b = floats(12, tokens, 7, 44), ops.matrix(bf16(13, 7 * 50, 48))
-    yield "attention", ops.latent_attention(q, cache, kv_b, 48, 20, 0.2)
+    q = floats(12, tokens, 7, 44)
+    for kv_b in (ops.matrix(bf16(13, 7 * 50, 48)), ops.int8_matrix(int8(13, 7 * 50, 48))):
+        yield "attention", ops.latent_attention(q, cache, kv_b, 48, 20, 0.2)
     ids, weights = ops.route(floats(14, tokens, 29), floats(15, 29, scale=0.1), 4, True, 1.5)
     yield from (("ids", ids), ("weights", weights))
     outputs = {int(e): floats(int(e), int((ids == e).sum()), 64) for e in np.unique(ids)}
@@ -546,7 +555,7 @@ def test_threads_do_not_change_a_bit(ops: CpuOps, threads: int, monkeypatch: pyt
             assert a.tobytes() == b.tobytes(), name
     divided = [call.args[0].__qualname__.split(".")[1] for call in submit.call_args_list]
     # The expert with scales at the edge goes row by row, two divided steps each.
-    calls = {"linear": 2, "delta_rule": 1, "latent_attention": 1, "expert_mlp": 2 + 2 * 5}
+    calls = {"linear": 3, "delta_rule": 1, "latent_attention": 2, "expert_mlp": 2 + 2 * 5}
     assert Counter(divided) == {name: n * (threads - 1) for name, n in calls.items()}
 
 

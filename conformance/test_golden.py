@@ -13,24 +13,25 @@ import shapes
 
 from golden import cases
 from runtime.generate import Engine, embedded_model
+from runtime.weights.trunk import Precision
 
-EMBEDDED = cases.load("embedded")
+EMBEDDED = cases.load("embedded") + cases.load("int8")
 SYNTHETIC = cases.load("synthetic")
 
 
 def name_of(case: cases.Case) -> str:
-    return f"{case.model}: {case.name}"
+    return f"{case.model} {case.trunk}: {case.name}"
 
 
 @cache
-def embedded_engine(backend: str) -> Engine:
-    return Engine.load(embedded_model(), backend=backend)
+def embedded_engine(backend: str, trunk: Precision) -> Engine:
+    return Engine.load(embedded_model(), backend=backend, trunk=trunk)
 
 
 @pytest.mark.parametrize("case", EMBEDDED, ids=name_of)
 @pytest.mark.parametrize("backend", cases.BACKENDS)
 def test_the_embedded_default_answers_as_recorded(backend: str, case: cases.Case) -> None:
-    cases.check(embedded_engine(backend), case)
+    cases.check(embedded_engine(backend, case.trunk), case)
 
 
 @pytest.mark.parametrize("shape", shapes.SEEDS)
@@ -48,6 +49,7 @@ def test_no_recorded_run_is_trivial() -> None:
     for case in EMBEDDED + SYNTHETIC:
         assert len(set(case.token_ids)) > 1, name_of(case)
         assert set(case.digests) == set(cases.BACKENDS)
+    assert len({case.digests["cpu"] for case in EMBEDDED}) == len(EMBEDDED)
 
 
 needs_k3 = pytest.mark.skipif(

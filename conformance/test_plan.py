@@ -117,13 +117,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("backend", ["cpu", "mlx", "reference"])
-def test_a_run_stays_within_its_plan(backend: str, wide: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "trunk"), [("cpu", "bf16"), ("mlx", "bf16"), ("reference", "bf16"), ("cpu", "int8"), ("mlx", "int8")]
+)
+def test_a_run_stays_within_its_plan(backend: str, trunk: str, wide: Path) -> None:
     if backend == "mlx":
         pytest.importorskip("mlx.core", reason="needs MLX")
     ids = ",".join(str(i * 37 % 1000) for i in range(300))
     command = [sys.executable, "-m", "runtime", "run", "--model", str(wide), "--backend", backend, "--json"]
-    command += ["--prompt-ids", ids, "--max-new", "4", "--context", "400"]
+    command += ["--prompt-ids", ids, "--max-new", "4", "--context", "400", "--trunk", trunk]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)["memory"]

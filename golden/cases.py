@@ -1,12 +1,13 @@
 """Golden runs: prompts with the tokens and the logits they must give, kept as JSON beside this file.
 
     embedded.json    the embedded default, prompts as people write them
+    int8.json        the same with the trunk in int8, which is not weight-exact
     synthetic.json   synthetic checkpoints, made anew from their seed wherever they are needed
     released.json    published vectors of the released model, for whoever has its checkpoint
 
 A case's digest is the SHA-256 of the concatenated SHA-256 (hex) of each step's logits. Token ids are compared on
 every machine; digests on `DIGEST_MACHINES`, where it was shown that they repeat. `python -m golden.make` makes the
-first two files anew.
+first three files anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runtime.generate import Engine, Step
+from runtime.weights.trunk import Precision
 
 HERE = Path(__file__).parent
 
@@ -39,6 +41,7 @@ class Case:
     token_ids: list[int]
     finish_reason: str
     digests: dict[str, str]
+    trunk: Precision = "bf16"
 
 
 def load(name: str) -> list[Case]:
@@ -66,6 +69,7 @@ def run(engine: Engine, prompt_ids: list[int], max_new: int) -> list[Step]:
 def check(engine: Engine, case: Case) -> None:
     """Assert that the engine reproduces the case."""
     assert engine.checkpoint.fingerprint == case.fingerprint, "this is another checkpoint than the one the case is of"
+    assert engine.model.trunk.precision == case.trunk
     steps = run(engine, case.prompt_ids, len(case.token_ids))
     assert [step.token_id for step in steps] == case.token_ids
     assert steps[-1].finish_reason == case.finish_reason

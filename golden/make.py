@@ -1,4 +1,4 @@
-"""Make `embedded.json` and `synthetic.json` anew: `python -m golden.make [embedded] [synthetic]`.
+"""Make `embedded.json`, `int8.json` and `synthetic.json` anew: `python -m golden.make [embedded] [int8] [synthetic]`.
 
 Every case is run on the backends whose bits are promised; they must agree on the tokens.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from golden.cases import BACKENDS, Case, digest, run, save
 from runtime.generate import Engine, embedded_model
 from runtime.text.chat import render
+from runtime.text.tokenizer import Tokenizer
+from runtime.weights.trunk import Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 import shapes
@@ -39,6 +41,12 @@ EMBEDDED_HOW = (
     "which agreed on every token."
 )
 
+INT8_HOW = (
+    "The embedded default with the trunk in int8 per row, which is not weight-exact, greedy: the first two prompts and "
+    "the first two questions of embedded.json. Made by `python -m golden.make` on the reference and cpu backends, "
+    "which agreed on every token."
+)
+
 SYNTHETIC_HOW = (
     "Synthetic checkpoints by conformance/shapes.py with its seeds, greedy; the prompt of "
     "conformance/trajectory.py, whole and its first half. Made by `python -m golden.make` on the reference and cpu "
@@ -46,9 +54,13 @@ SYNTHETIC_HOW = (
 )
 
 
-def make_cases(model: str, path: Path, prompts: list[tuple[str, list[int], int]]) -> Iterator[Case]:
-    """The cases of one checkpoint: (name, prompt ids, new tokens) each."""
-    engines = {backend: Engine.load(path, backend=backend) for backend in BACKENDS}
+Prompts = list[tuple[str, list[int], int]]
+"""(name, prompt ids, new tokens) each."""
+
+
+def make_cases(model: str, path: Path, prompts: Prompts, trunk: Precision = "bf16") -> Iterator[Case]:
+    """The cases of one checkpoint."""
+    engines = {backend: Engine.load(path, backend=backend, trunk=trunk) for backend in BACKENDS}
     for name, prompt_ids, max_new in prompts:
         steps = {backend: run(engine, prompt_ids, max_new) for backend, engine in engines.items()}
         token_ids = [step.token_id for step in steps["reference"]]
@@ -63,18 +75,29 @@ def make_cases(model: str, path: Path, prompts: list[tuple[str, list[int], int]]
             token_ids,
             str(steps["reference"][-1].finish_reason),
             {backend: digest(steps[backend]) for backend in BACKENDS},
+            trunk,
         )
+
+
+def people_write(raw: Sequence[str], questions: Sequence[str]) -> Prompts:
+    """Prompts for the embedded default."""
+    tokenizer = Tokenizer.load(embedded_model())
+    prompts = [(text, tokenizer.encode(text), 64) for text in raw]
+    for text in questions:
+        prompts.append((text, tokenizer.encode_segments(render([{"role": "user", "content": text}])), 128))
+    return prompts
 
 
 def embedded() -> None:
     """Write `embedded.json`."""
-    path = embedded_model()
-    tokenizer = Engine.load(path, backend="cpu").tokenizer
-    assert tokenizer is not None
-    prompts = [(text, tokenizer.encode(text), 64) for text in RAW]
-    for text in QUESTIONS:
-        prompts.append((text, tokenizer.encode_segments(render([{"role": "user", "content": text}])), 128))
-    save("embedded", EMBEDDED_HOW, list(make_cases("embedded", path, prompts)))
+    cases = make_cases("embedded", embedded_model(), people_write(RAW, QUESTIONS))
+    save("embedded", EMBEDDED_HOW, list(cases))
+
+
+def int8() -> None:
+    """Write `int8.json`."""
+    cases = make_cases("embedded", embedded_model(), people_write(RAW[:2], QUESTIONS[:2]), "int8")
+    save("int8", INT8_HOW, list(cases))
 
 
 def synthetic() -> None:
@@ -92,5 +115,6 @@ def synthetic() -> None:
 
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or ("embedded", "synthetic"):
-        {"embedded": embedded, "synthetic": synthetic}[part]()
+    makers = {"embedded": embedded, "int8": int8, "synthetic": synthetic}
+    for part in sys.argv[1:] or makers:
+        makers[part]()

@@ -47,6 +47,10 @@ Context = Annotated[int | None, typer.Option(help="Tokens of prompt and answer t
 Backend = Annotated[
     Literal["cpu", "mlx", "reference"] | None, typer.Option(help="Arithmetic. [default: mlx with a GPU, else cpu]")
 ]
+TrunkOption = Annotated[
+    Literal["bf16", "int8"],
+    typer.Option(help="Weights that are no routed expert: as released, or halved, which is not weight-exact."),
+]
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Total of this process, such as 24G. [default: what is free]")
 ]
@@ -101,6 +105,7 @@ def run(
     max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     context: Context = None,
     backend: Backend = None,
+    trunk: TrunkOption = "bf16",
     memory: Memory = None,
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
@@ -126,7 +131,7 @@ def run(
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
     loading = _loading(
-        *(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
+        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,
         verify_reads,
     )
@@ -141,6 +146,7 @@ def chat(
     max_new: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 2048,
     context: Context = None,
     backend: Backend = None,
+    trunk: TrunkOption = "bf16",
     memory: Memory = None,
     expert_cache: ExpertCache = None,
     prefill_chunk: Chunk = 512,
@@ -158,7 +164,7 @@ def chat(
     from runtime.commands.chat import chat as command
 
     loading = _loading(
-        *(model, backend, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
+        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,
         verify_reads,
     )
@@ -292,6 +298,7 @@ def forecast(
 def _loading(
     model: Path | None,
     backend: str | None,
+    trunk: Literal["bf16", "int8"],
     threads: int | None,
     context: int | None,
     prefill_chunk: int,
@@ -309,6 +316,7 @@ def _loading(
     return Loading(
         model=model,
         backend=backend,
+        trunk=trunk,
         threads=threads,
         context=context,
         prefill_chunk=prefill_chunk,

@@ -106,6 +106,16 @@ class Checkpoint:
         shape = self._specs[name].shape
         return self._read_stored(name)[: math.prod(shape)].reshape(shape)
 
+    def read_rows(self, name: str, first: int, last: int) -> npt.NDArray[Any]:
+        """Rows `first` to `last` of a trunk matrix [rows, columns], as `read` gives them, and no others are read.
+
+        KeyError when the model has no such tensor; StorageError when it cannot be read.
+        """
+        span, columns = self._trunk[name], self._specs[name].shape[1]
+        values: npt.NDArray[Any] = np.empty((last - first, columns), _NUMPY[span.dtype])
+        self._files.read(span.path, span.offset + first * columns * values.itemsize, _bytes_of(values), name)
+        return values
+
     def expert_spans(self, layer: int, expert: int) -> Spans:
         """Where the six tensors of an expert lie, in the order of `PackedExpert`."""
         self._row(layer, expert)

@@ -17,6 +17,7 @@ from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_thre
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.layout import Drives, Layout
+from runtime.weights.trunk import Precision
 
 MAX_THREADS = 1024
 
@@ -40,6 +41,7 @@ class Loading:
     model: Path | None = None
     backend: str | None = None
     threads: int | None = None
+    trunk: Precision = "bf16"
     context: int | None = None
     prefill_chunk: int = DEFAULT_CHUNK
     memory: int | None = None
@@ -96,6 +98,8 @@ class Loading:
                 f"fingerprint {checkpoint.fingerprint[:16]}, backend {backend}"
                 + (f" with {threads} thread{'s' if threads > 1 else ''}" if threads else "")
             )
+            if self.trunk == "int8":
+                say("         not weight-exact: the trunk in int8, as asked")
             for note in checkpoint.notes:
                 say(f"         {note}")
             for number, line in enumerate(drives.lines() if drives is not None else ()):
@@ -119,6 +123,7 @@ class Loading:
                 self.path,
                 backend=backend,
                 threads=threads,
+                trunk=self.trunk,
                 context=self.context,
                 chunk=self.prefill_chunk,
                 memory=self.memory,

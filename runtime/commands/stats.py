@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
-from runtime.generate.record import peak_rss_bytes, timing
+from runtime.generate.record import peak_rss_bytes, precision, timing
 from runtime.weights.layout import Drives
 
 
@@ -51,6 +51,7 @@ def table(session: Session, steps: Sequence[Step]) -> str:
     stats, plan = engine.experts.stats, engine.plan
     times = timing(engine, prefill, steps)
     rows = [
+        ("precision", precision(engine)),
         ("load", f"{times['load_s']:.2f} s"),
         ("prompt", f"{prefill.rows:,} tokens in {prefill.seconds:.3f} s, {prefill.expert_reads:,} experts read"),
         ("first token", f"{times['ttft_s']:.3f} s"),

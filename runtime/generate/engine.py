@@ -31,7 +31,7 @@ from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.experts import COPYING, ExpertStore, staging_floor
 from runtime.weights.layout import Drives, Layout, open_drives
 from runtime.weights.reads import PlainReads, Reads
-from runtime.weights.trunk import Trunk
+from runtime.weights.trunk import Precision, Trunk
 
 DEFAULT_CHUNK = 512
 """Prompt tokens computed together when nothing is asked for."""
@@ -153,6 +153,7 @@ class Engine:
         *,
         backend: str | None = None,
         threads: int | None = None,
+        trunk: Precision = "bf16",
         context: int | None = None,
         chunk: int = DEFAULT_CHUNK,
         memory: int | None = None,
@@ -167,9 +168,9 @@ class Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
-        `context` bounds a session's tokens. `memory` and `expert_cache` are bytes; `reuse` off keeps no expert
-        between tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them
-        are compared with the manifest; `trace`: what notes every read.
+        `trunk`: "int8" is not weight-exact. `context` bounds a session's tokens. `memory` and `expert_cache` are
+        bytes; `reuse` off keeps no expert between tokens. `layout`: where experts are, beside the model directory;
+        `verify_reads`: which reads of them are compared with the manifest; `trace`: what notes every read.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
@@ -195,6 +196,7 @@ class Engine:
                 chunk=chunk,
                 memory=memory,
                 expert_cache=expert_cache,
+                trunk=trunk,
                 reuse=reuse,
                 unit_bytes=None if drives is None else drives.unit_bytes,
                 reading=checks.nbytes + (0 if drives is None else drives.extra_bytes + staging * copies),
@@ -208,13 +210,13 @@ class Engine:
             else:
                 reads = drives.start(staging if copies else plan.expert_cache, checks if checks.active else None)
             experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads)
-            trunk = Trunk(checkpoint, ops, progress)
+            weights = Trunk(checkpoint, ops, trunk, progress)
         except BaseException:
             if drives is not None:
                 drives.close()
             checkpoint.close()
             raise
-        model = K3(checkpoint.config, ops, trunk, experts)
+        model = K3(checkpoint.config, ops, weights, experts)
         seconds = time.perf_counter() - started
         return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives)
 

@@ -19,6 +19,7 @@ from runtime.errors import DoesNotFitError
 from runtime.model.state import state_nbytes
 from runtime.ops import Workload, backend_type
 from runtime.weights.experts import check_budget, staging_floor
+from runtime.weights.trunk import Precision, trunk_nbytes
 
 MARGIN = 350_000_000
 """Bytes set aside beside what the process holds before loading: the compiler (260 MB, measured), libraries."""
@@ -139,6 +140,7 @@ def make_plan(
     chunk: int,
     memory: int | None,
     expert_cache: int | None,
+    trunk: Precision = "bf16",
     reuse: bool = True,
     unit_bytes: int | None = None,
     reading: int = 0,
@@ -151,9 +153,9 @@ def make_plan(
     config = checkpoint.config
     limit, source = memory_limit(memory)
     element = 8 if backend == "reference" else 4
-    widening = 4 if backend == "reference" else 1  # float64 of bf16
     process = psutil.Process().memory_info().rss + MARGIN
-    trunk = checkpoint.trunk_nbytes * widening
+    ops = backend_type(backend)
+    resident = trunk_nbytes(checkpoint, ops, trunk)
     state = 2 * state_nbytes(config, context, element)  # a pass writes the new state beside the old one
     widths = (
         (config.num_hidden_layers // config.attn_res_block_size + 8) * config.hidden_size
@@ -162,24 +164,26 @@ def make_plan(
         + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
     )
     activations = chunk * widths * element + config.vocab_size * element
-    scratch = backend_type(backend).scratch_nbytes(workload(config, context, chunk), threads)
+    scratch = ops.scratch_nbytes(workload(config, context, chunk), threads)
     floor = staging_floor(checkpoint, unit_bytes)
     everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
-    left = limit - process - trunk - state - activations - scratch - reading
+    left = limit - process - resident - state - activations - scratch - reading
     if expert_cache is not None:
         check_budget(checkpoint, expert_cache, unit_bytes)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:
         expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, trunk, state, activations, scratch, expert_cache, reading)
+    plan = MemoryPlan(limit, source, process, resident, state, activations, scratch, expert_cache, reading)
     if plan.total > limit:
         least = plan.total - expert_cache + floor
+        smaller = least - resident + trunk_nbytes(checkpoint, ops, "int8")
+        advice = f". With --trunk int8, which is not weight-exact, it could run in {size(smaller)}"
         raise DoesNotFitError(
-            f"this needs {size(plan.total)}, but {size(limit)} is what it may have ({source}): trunk {size(trunk)}, "
+            f"this needs {size(plan.total)}, but {size(limit)} is what it may have ({source}): trunk {size(resident)}, "
             f"state for {context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
             f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
             f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
-            "smaller --context, --prefill-chunk or --expert-cache"
+            f"smaller --context, --prefill-chunk or --expert-cache{advice if smaller < least else ''}"
         )
     return plan

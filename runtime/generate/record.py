@@ -20,12 +20,18 @@ from runtime.weights.placement import MODEL
 
 SCHEMA = "expertstream.run/1"
 
-PRECISION = {
-    "reference": "weight-exact: released weights, float64 arithmetic",
-    "cpu": "weight-exact: released weights, float32 activations and accumulation",
-    "mlx": "weight-exact: released weights, float32 activations",
+ARITHMETIC = {
+    "reference": "float64 arithmetic",
+    "cpu": "float32 activations and accumulation",
+    "mlx": "float32 activations",
 }
-"""What each backend computes in. Every one uses the weights as released."""
+"""What each backend computes in."""
+
+WEIGHTS = {
+    "bf16": "weight-exact: released weights",
+    "int8": "not weight-exact: trunk in int8 per row, but for router, embedding and vectors; released routed experts",
+}
+"""What the trunk's precision makes of the weights."""
 
 Record = dict[str, Any]
 
@@ -70,6 +76,11 @@ def run_record(
     }
 
 
+def precision(engine: Engine) -> str:
+    """Which weights and which arithmetic made the numbers."""
+    return f"{WEIGHTS[engine.model.trunk.precision]}, {ARITHMETIC[engine.ops.name]}"
+
+
 def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, float | None]:
     """Seconds. `ttft_s` is from the start of the prefill to the first token, `decode_s` the passes of the others."""
     decode = sum(step.seconds for step in steps[1:])
@@ -101,7 +112,7 @@ def model(engine: Engine, note: str | None) -> Record:
         "fingerprint": engine.checkpoint.fingerprint,
         "layers": config.num_hidden_layers,
         "experts": config.num_experts,
-        "trunk": "bf16",
+        "trunk": engine.model.trunk.precision,
     }
 
 
@@ -176,8 +187,8 @@ def settings(engine: Engine) -> Record:
         "expert_reuse": engine.experts.reuse,
         "drives": None if engine.drives is None else engine.drives.settings,
         "verify_reads": engine.checks.settings(),
-        "trunk": "bf16",
-        "precision": PRECISION[engine.ops.name],
+        "trunk": engine.model.trunk.precision,
+        "precision": precision(engine),
         "versions": {
             "expertstream": runtime.__version__,
             "python": platform.python_version(),

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
 from runtime.errors import UsageError
 
@@ -28,7 +29,7 @@ Array: TypeAlias = Any
 """A backend's own array: float64 NumPy, float32 NumPy or an MLX array."""
 
 Weight: TypeAlias = Any
-"""A backend's own form of a weight, made once by `matrix`, `vector` or `expert`."""
+"""A backend's own form of a weight, made once by `matrix`, `int8_matrix`, `vector` or `expert`."""
 
 BACKENDS = ("cpu", "mlx", "reference")
 
@@ -103,6 +104,19 @@ class Ops(Protocol):
     # -- weights, once at load ------------------------------------------------------------------------------
     def matrix(self, weight: npt.NDArray[Any]) -> Weight:
         """A trunk matrix [out, in] for `linear`, `embed` and `latent_attention`; bf16 comes as uint16."""
+        ...
+
+    def int8_matrix(self, weight: Int8Matrix) -> Weight:
+        """A trunk matrix [out, in] for `linear` and `latent_attention` that stays int8; may take `weight` over.
+
+        A weight is int8 · scale, exactly: at most 18 significant bits. So on `cpu` and `reference` the results have
+        the bits that `matrix` would give of the same numbers in float32.
+        """
+        ...
+
+    @staticmethod
+    def int8_nbytes(rows: int, columns: int) -> int:
+        """Bytes that the backend keeps of an int8 matrix."""
         ...
 
     def vector(self, weight: npt.NDArray[Any]) -> Array:

@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert, check_scales
 from runtime.errors import UsageError
 from runtime.ops import L2_EPS, RENORMALIZE_EPS, Workload, check_capacity
 from runtime.ops.kernels import attention, jit, matrices, rows
 from runtime.ops.kernels.attention import SCORES_AT_ONCE
+from runtime.ops.kernels.formats import BF16, F32, INT8
 from runtime.ops.kernels.matrices import BAND
 from runtime.progress import Progress
 
@@ -44,11 +46,13 @@ def _panels(x: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A trunk matrix [out, in], bf16 as uint16 or float32, where it was given."""
+    """A trunk matrix [out, in] where it was given: bf16 as uint16, float32, or int8 with float32 scales [out]."""
 
     array: npt.NDArray[Any]
     place: int
-    bf16: bool
+    form: int
+    scales: Floats | None = None
+    scale_place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,16 @@ class CpuOps:
         """A bf16 matrix is used where it lies, no copy; anything else than uint16 is taken as float32."""
         bf16 = weight.dtype == np.uint16
         array = np.ascontiguousarray(weight, None if bf16 else np.float32)
-        return Matrix(array, _place(array), bf16)
+        return Matrix(array, _place(array), BF16 if bf16 else F32)
+
+    def int8_matrix(self, weight: Int8Matrix) -> Matrix:
+        """Used where it lies; its scales are widened."""
+        values, scales = np.ascontiguousarray(weight.values), weight.scales.astype(np.float32)
+        return Matrix(values, _place(values), INT8, scales, _place(scales))
+
+    @staticmethod
+    def int8_nbytes(rows: int, columns: int) -> int:
+        return rows * (columns + 4)
 
     def vector(self, weight: npt.NDArray[Any]) -> Floats:
         """Widened exactly."""
@@ -161,10 +174,17 @@ class CpuOps:
         if columns != x.shape[1]:
             raise ValueError(f"{x.shape[1]} channels into a matrix of {columns} columns")
         out = np.empty((len(x), count), np.float32)
-        call = matrices.linear_bf16 if weight.bf16 else matrices.linear_f32
         panels = _panels(x)
-        work = weight.array.nbytes * (1 + len(x) // 4)
-        self._split(work, count, BAND, lambda first, last: call(panels, columns, weight.place, out, first, last))
+
+        def part(first: int, last: int) -> None:
+            if weight.form == INT8:
+                matrices.linear_int8(panels, columns, weight.place, weight.scale_place, out, first, last)
+            elif weight.form == BF16:
+                matrices.linear_bf16(panels, columns, weight.place, out, first, last)
+            else:
+                matrices.linear_f32(panels, columns, weight.place, out, first, last)
+
+        self._split(weight.array.nbytes * (1 + len(x) // 4), count, BAND, part)
         return out
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
@@ -252,9 +272,10 @@ class CpuOps:
         tokens, heads, width = q.shape
         out = np.empty((tokens, heads, len(kv_b.array) // heads - (width - rope)), np.float32)
         entries, length = cache.entries, cache.length
+        weights = kv_b.place, kv_b.scale_place, kv_b.form
 
         def part(first: int, last: int) -> None:
-            attention.latent_attention(q, entries, length, kv_b.place, kv_b.bf16, rank, rope, scale, out, first, last)
+            attention.latent_attention(q, entries, length, *weights, rank, rope, scale, out, first, last)
 
         work = tokens * (kv_b.array.nbytes + heads * (length + tokens) * (rank + rope))
         self._split(work, heads, 1, part)

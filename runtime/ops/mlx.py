@@ -2,8 +2,9 @@
 
 Rules of this file:
 
-* Weights stay as released. A routed expert is its MXFP4 bytes, reinterpreted and never decoded; a bf16 matrix is
-  widened to float32 only in row tiles of at most TILE_BYTES, because MLX's own mixed matmul would widen it whole.
+* Weights stay as given. A routed expert is its MXFP4 bytes, reinterpreted and never decoded; a bf16 matrix is
+  widened to float32 only in row tiles of at most TILE_BYTES, because MLX's own mixed matmul would widen it whole; an
+  int8 matrix is MLX's affine form of 8 bits, which has its values exactly.
 * float32 means float32: TF32, which MLX uses by default where the hardware has it, is switched off below. It has
   to happen before MLX computes anything, so this file sets it before importing MLX.
 * Shapes of all calls follow from the token rows and the routing, never from which expert landed first. The bits
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
 from runtime.config import MXFP4_GROUP
 from runtime.errors import UsageError
@@ -52,6 +54,33 @@ RECURRENCE_TOKENS = 32
 
 FIRST_ROWS = 256
 """Positions a latent cache allocates at first; it doubles from there."""
+
+
+AFFINE_GROUPS = (128, 64, 32)
+"""Columns that share a scale in MLX's affine form, the most first."""
+
+
+class MlxInt8(NamedTuple):
+    """An int8 matrix [out, columns] in affine form: (int8 + 128) · scale − 128 · scale, the row's scale in every group.
+
+    codes uint32 [out, padded / 4], scales and biases float32 [out, padded / group]; padded by zeros to whole groups.
+    """
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    group: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        return int(self.codes.shape[0]), self.columns
+
+    def part(self, first: int, last: int) -> Array:
+        """Rows first to last in float32."""
+        codes, scales, biases = self.codes[first:last], self.scales[first:last], self.biases[first:last]
+        return mx.dequantize(codes, scales, biases, group_size=self.group, bits=8)[:, : self.columns]
 
 
 class MlxExpert(NamedTuple):
@@ -109,6 +138,23 @@ class MlxOps:
     def matrix(self, weight: npt.NDArray[Any]) -> Weight:
         return _ready(_bf16(weight) if weight.dtype == np.uint16 else mx.array(weight))
 
+    def int8_matrix(self, weight: Int8Matrix) -> Weight:
+        """Copies the bytes."""
+        columns = weight.values.shape[1]
+        padded, group = _affine(columns)
+        codes = weight.values.view(np.uint8)
+        codes ^= 128
+        if padded > columns:
+            codes = np.pad(codes, ((0, 0), (0, padded - columns)), constant_values=128)
+        scales = mx.repeat(mx.array(weight.scales).astype(mx.float32)[:, None], padded // group, axis=1)
+        parts = _ready(mx.array(codes).view(mx.uint32), scales, -128.0 * scales)
+        return MlxInt8(parts[0], parts[1], parts[2], group, columns)
+
+    @staticmethod
+    def int8_nbytes(rows: int, columns: int) -> int:
+        padded, group = _affine(columns)
+        return rows * (padded + 8 * padded // group)
+
     def vector(self, weight: npt.NDArray[Any]) -> Array:
         return _ready(_bf16(weight).astype(mx.float32) if weight.dtype == np.uint16 else mx.array(weight))
 
@@ -125,6 +171,8 @@ class MlxOps:
 
     def linear(self, x: Array, weight: Weight) -> Array:
         out, columns = weight.shape
+        if isinstance(weight, MlxInt8):
+            return _int8_linear(x, weight)
         step = max(1, TILE_BYTES // (4 * columns))
         if step >= out or weight.dtype == mx.float32:
             return x @ weight.astype(mx.float32).T
@@ -212,13 +260,15 @@ class MlxOps:
         """In tiles of rows and heads: kv_b in float32 and the scores stay within TILE_BYTES, or are one head's."""
         tokens, n, width = q.shape
         nope, present = width - rope, cache.length + tokens
-        kv_b = kv_b.reshape(n, -1, rank)
+        per_head = kv_b.shape[0] // n
         keys = cache.rows[:present]
-        heads = max(1, min(n, TILE_BYTES // (4 * kv_b.shape[1] * rank), TILE_BYTES // (4 * present)))
+        heads = max(1, min(n, TILE_BYTES // (4 * per_head * rank), TILE_BYTES // (4 * present)))
         rows = max(1, min(tokens, TILE_BYTES // (4 * heads * present)))
 
         def tile(row: int, head: int) -> Array:
-            up = kv_b[head : head + heads].astype(mx.float32)
+            some = head * per_head, min(head + heads, n) * per_head
+            up = kv_b.part(*some) if isinstance(kv_b, MlxInt8) else kv_b[slice(*some)].astype(mx.float32)
+            up = up.reshape(-1, per_head, rank)
             asked = q[row : row + rows, head : head + heads].swapaxes(0, 1)
             absorbed = mx.concatenate([asked[..., :nope] @ up[:, :nope], asked[..., nope:]], axis=-1)
             last = mx.arange(cache.length + row, cache.length + row + asked.shape[1])
@@ -286,6 +336,22 @@ def _in_turn(tiles: Iterable[Array]) -> list[Array]:
 def _bf16(bits: npt.NDArray[Any]) -> Array:
     """uint16 bits as the bfloat16 values they are."""
     return mx.array(bits).view(mx.bfloat16)
+
+
+def _affine(columns: int) -> tuple[int, int]:
+    """(columns padded to whole groups, columns of a group) of an int8 matrix."""
+    padded = -(-columns // AFFINE_GROUPS[-1]) * AFFINE_GROUPS[-1]
+    return padded, next(group for group in AFFINE_GROUPS if padded % group == 0)
+
+
+def _int8_linear(x: Array, weight: MlxInt8) -> Array:
+    """x · weightᵀ: [R, in] → [R, out]."""
+    padding = 4 * weight.codes.shape[1] - weight.columns
+    if padding:
+        x = mx.pad(x, [(0, 0), (0, padding)])
+    return mx.quantized_matmul(
+        x, weight.codes, weight.scales, weight.biases, transpose=True, group_size=weight.group, bits=8
+    )
 
 
 def _index(ids: npt.NDArray[np.int64]) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint import mxfp4
+from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
 from runtime.ops import L2_EPS, RENORMALIZE_EPS, Workload, check_capacity
 
@@ -141,6 +142,15 @@ class ReferenceOps:
         for some in blocks(bits.size, 8):
             values[some] = (bits[some].astype(np.uint32) << 16).view(np.float32)
         return wide
+
+    def int8_matrix(self, weight: Int8Matrix) -> F64:
+        wide = weight.values.astype(np.float64)
+        wide *= weight.scales.astype(np.float64)[:, None]
+        return wide
+
+    @staticmethod
+    def int8_nbytes(rows: int, columns: int) -> int:
+        return 8 * rows * columns
 
     def expert(self, packed: PackedExpert) -> PackedExpert:
         return packed

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from runtime.ops.kernels.elementary import exp
-from runtime.ops.kernels.formats import BF16, F32, SPLIT
+from runtime.ops.kernels.formats import BF16, F32, INT8, SPLIT
 from runtime.ops.kernels.jit import inline, kernel
 from runtime.ops.kernels.lanes import Address, address, fma, get, hold, lanes, load, pointer, store, total
-from runtime.ops.kernels.matrices import bf16_row, f32_row, padded, panel_rows, split_matrix
+from runtime.ops.kernels.matrices import bf16_row, f32_row, int8_row, padded, panel_rows, split_matrix
 from runtime.ops.kernels.rows import zero
 from runtime.ops.kernels.tiles import mix_tile, unpack_row
 
@@ -70,17 +70,37 @@ def append(latent: Any, key: Any, entries: Any, first: int) -> None:
 
 
 @inline
-def absorb(q: Address, kv_b: Address, bf16: bool, nope: int, rank: int, out: Address, step: int) -> None:
+def element_bytes(form: int) -> int:
+    """Bytes of a weight in BF16, F32 or INT8."""
+    return 2 if form == BF16 else 4 if form == F32 else 1
+
+
+@inline
+def absorb(q: Address, kv_b: Address, scale: Address, form: int, nope: int, rank: int, out: Address, step: int) -> None:
     """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, a block of 32 every `step` bytes."""
-    size = 2 if bf16 else 4
+    size = element_bytes(form)
     for b in range(0, rank, 32):
-        to = out + b // 32 * step
+        to, block, row = out + b // 32 * step, kv_b + size * b, size * rank
         store(to, 16, zero())
         store(to + 64, 16, zero())
-        if bf16:
-            mix_tile(BF16, 1, kv_b + size * b, size * rank, rank - b, nope, q, 0, to, 0)
+        if form == BF16:
+            mix_tile(BF16, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
+        elif form == F32:
+            mix_tile(F32, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
         else:
-            mix_tile(F32, 1, kv_b + size * b, size * rank, rank - b, nope, q, 0, to, 0)
+            mix_tile(INT8, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
+
+
+@inline
+def rows_of(weight: Address, scale: Address, form: int, count: int, columns: int, x: Address, out: Address) -> None:
+    """`count` weight rows in BF16, F32 or INT8 times one row in split layout."""
+    row = element_bytes(form) * columns
+    if form == BF16:
+        bf16_row(weight, row, scale, count, columns, x, out)
+    elif form == F32:
+        f32_row(weight, row, scale, count, columns, x, out)
+    else:
+        int8_row(weight, row, scale, count, columns, x, out)
 
 
 @inline
@@ -118,29 +138,30 @@ def mix_latents(
             h = 0
             while h + 4 <= heads:
                 at = scores + h * step + 4 * p
-                mix_tile(SPLIT, 4, block, row, 32, count, at, step, out + h * wide + 4 * b, wide)
+                mix_tile(SPLIT, 4, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
                 h += 4
             while h < heads:
                 at = scores + h * step + 4 * p
-                mix_tile(SPLIT, 1, block, row, 32, count, at, step, out + h * wide + 4 * b, wide)
+                mix_tile(SPLIT, 1, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
                 h += 1
 
 
 @kernel(
-    "void(float32[:,:,::1], float32[:,::1], intp, intp, boolean, intp, intp, float64, float32[:,:,::1], intp, intp)"
+    "void(float32[:,:,::1], float32[:,::1], intp, intp, intp, intp, intp, intp, float64, float32[:,:,::1], intp, intp)"
 )
 def latent_attention(
-    q: Any, entries: Any, length: int, kv_b: int, bf16: bool, rank: int, rope: int, scale: float, out: Any,
-    first: int, last: int,
+    q: Any, entries: Any, length: int, kv_b: int, row_scales: int, form: int, rank: int, rope: int, scale: float,
+    out: Any, first: int, last: int,
 ) -> None:  # fmt: skip
     """out[t, h] = W_v softmax(scale · (q W_k · latent + q_rope · key)) latent for heads first to last.
 
-    Row t sees `length` + t + 1 cache rows. W_k and W_v: per head nope key rows, then v value rows of kv_b [.., rank].
+    Row t sees `length` + t + 1 cache rows. W_k and W_v: per head nope key rows, then v value rows of kv_b [.., rank],
+    in BF16, F32 or INT8; only the last has scales for its rows.
     """
     tokens, heads, n_q = q.shape
     nope, n_v, width = n_q - rope, out.shape[2], entries.shape[1]
-    head_bytes = (2 if bf16 else 4) * rank * (nope + n_v)
-    weights, wide = pointer(kv_b), padded(rank)
+    row_bytes, scale_bytes = element_bytes(form) * rank, 4 if form == INT8 else 0
+    weights, scales, wide = pointer(kv_b), pointer(row_scales), padded(rank)
     longest = (length + tokens + 15) // 16 * 16
     chunk = min(last - first, max(4, SCORES_AT_ONCE // longest))
     queries = np.empty((chunk, width), np.float32)
@@ -157,7 +178,9 @@ def latent_attention(
                 for i in range(panel):
                     at = address(q) + 4 * (t * heads + start + h + i) * n_q
                     to = address(queries) + 4 * h * width + 128 * i
-                    absorb(at, weights + (start + h + i) * head_bytes, bf16, nope, rank, to, 128 * panel)
+                    k = (start + h + i) * (nope + n_v)
+                    w, s = weights + k * row_bytes, scales + k * scale_bytes
+                    absorb(at, w, s, form, nope, rank, to, 128 * panel)
                     unpack_row(F32, at + 4 * nope, rope, to + 4 * wide * panel, 128 * panel)
                 h += panel
             at, row = address(entries), 4 * width
@@ -169,12 +192,9 @@ def latent_attention(
                 c = address(mixed) + 4 * h * wide
                 for i in range(0, wide, 16):
                     store(c + 4 * i, 16, load(c + 4 * i, 16) / sums[h])
-                values = weights + (start + h) * head_bytes + (2 if bf16 else 4) * rank * nope
+                v = (start + h) * (nope + n_v) + nope
                 to = address(out) + 4 * (t * heads + start + h) * n_v
-                if bf16:
-                    bf16_row(values, 2 * rank, values, n_v, rank, c, to)
-                else:
-                    f32_row(values, 4 * rank, values, n_v, rank, c, to)
+                rows_of(weights + v * row_bytes, scales + v * scale_bytes, form, n_v, rank, c, to)
     hold(queries)
     hold(mixed)
     hold(scores)

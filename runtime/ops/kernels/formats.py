@@ -16,8 +16,9 @@ from llvmlite import ir
 from runtime.ops.kernels.jit import VECTORS
 from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, offset, read, read_some, splat
 
-BF16, F32, SPLIT, MXFP4, MXFP4_EDGE = range(5)
-"""bf16 and float32 as released; float32 in split layout; MXFP4 with scale bytes 2 to 252; MXFP4 with any."""
+BF16, F32, SPLIT, INT8, MXFP4, MXFP4_EDGE = range(6)
+"""bf16 and float32 as released; float32 in split layout; int8 with a float32 scale for each row; MXFP4 with scale bytes
+2 to 252; MXFP4 with any."""
 
 BLOCK = 32
 _BYTES = ir.VectorType(ir.IntType(8), 16)
@@ -28,7 +29,7 @@ Pair = tuple[ir.Value, ir.Value]
 
 
 class Format(Protocol):
-    """Decode one block. `row` and `scale` point to a row and of its scales, `block` counts from its start."""
+    """Decode one block. `row` and `scale` point to a row and to its scales, `block` counts from its start."""
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair: ...
 
@@ -37,7 +38,7 @@ class Format(Protocol):
 class RaggedFormat(Format, Protocol):
     """A format whose rows need not be whole blocks."""
 
-    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         """The last `columns` < 32 columns, zeros behind."""
         ...
 
@@ -55,7 +56,7 @@ class _Bf16:
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         return self._widen(builder, read(builder, offset(builder, row, block, 64), I32X16))
 
-    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(2))
         return self._widen(builder, read_some(builder, offset(builder, row, block, 64), I32X16, n_bytes))
 
@@ -71,7 +72,7 @@ class _F32:
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         return self._split(builder, read(builder, offset(builder, row, block, 128), _FLOATS32))
 
-    def tail(self, builder: ir.IRBuilder, row: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(4))
         return self._split(builder, read_some(builder, offset(builder, row, block, 128), _FLOATS32, n_bytes))
 
@@ -80,6 +81,30 @@ class _Split:
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         at = offset(builder, row, block, 128)
         return read(builder, at, F32X16), read(builder, offset(builder, at, 64), F32X16)
+
+
+class _Int8:
+    """Two columns are one number of 16 bits. Each is taken as a multiple of 2^24 or 2^8, which the scale makes good:
+    int8 · scale has no more than 18 bits when the scale has the 11 of a float16, so every value is exact."""
+
+    _PAIRS = ir.VectorType(ir.IntType(16), 16)
+
+    def _values(self, builder: ir.IRBuilder, pairs: ir.Value, scale: ir.Value) -> Pair:
+        pairs, unit = builder.sext(pairs, I32X16), read(builder, scale, ir.FloatType())
+        even, odd = builder.shl(pairs, constant(_BIT, 24)), builder.and_(pairs, constant(_BIT, -256))
+        return self._scaled(builder, even, unit, 2.0**-24), self._scaled(builder, odd, unit, 2.0**-8)
+
+    def _scaled(self, builder: ir.IRBuilder, values: ir.Value, unit: ir.Value, power: float) -> ir.Value:
+        factor = splat(builder, builder.fmul(unit, ir.FloatType()(power)))
+        return builder.fmul(builder.sitofp(values, F32X16), factor)
+
+    def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        return self._values(builder, read(builder, offset(builder, row, block, BLOCK), self._PAIRS), scale)
+
+    def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
+        return self._values(
+            builder, read_some(builder, offset(builder, row, block, BLOCK), self._PAIRS, columns), scale
+        )
 
 
 def _codes(builder: ir.IRBuilder, row: ir.Value, block: ir.Value) -> Pair:
@@ -184,5 +209,5 @@ class _Mxfp4Edge:
 
 
 _MXFP4: dict[str, Any] = {"avx512": _Mxfp4Avx512, "avx2": _Mxfp4Avx2, "portable": _Mxfp4Portable}
-FORMATS: tuple[Format, ...] = (_Bf16(), _F32(), _Split(), _MXFP4[VECTORS](), _Mxfp4Edge())
+FORMATS: tuple[Format, ...] = (_Bf16(), _F32(), _Split(), _Int8(), _MXFP4[VECTORS](), _Mxfp4Edge())
 """Indexed by the constants above."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.ops.kernels.formats import BF16, F32, MXFP4, MXFP4_EDGE, SPLIT
+from runtime.ops.kernels.formats import BF16, F32, INT8, MXFP4, MXFP4_EDGE, SPLIT
 from runtime.ops.kernels.jit import VECTORS, inline, kernel
 from runtime.ops.kernels.lanes import Address, address, pointer
 from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row
@@ -12,9 +12,9 @@ from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_ro
 PANELS = (8, 4, 2, 1)
 """Activation rows that are multiplied together: as many panels of eight as there are, then smaller ones."""
 
-_WIDE = {BF16: (3, 4, 8, 8), F32: (3, 4, 8, 8), SPLIT: (3, 6, 8, 8), MXFP4: (2, 4, 8, 4), MXFP4_EDGE: (1, 1, 1, 1)}
-_NARROW = {BF16: (3, 4, 4, 8), F32: (3, 4, 4, 8), SPLIT: (3, 4, 4, 8), MXFP4: (1, 1, 2, 4), MXFP4_EDGE: (1, 1, 1, 1)}
-WEIGHT_ROWS = _WIDE if VECTORS == "avx512" else _NARROW
+_WIDE = {BF16: (3, 4, 8, 8), F32: (3, 4, 8, 8), SPLIT: (3, 6, 8, 8), INT8: (3, 4, 8, 8), MXFP4: (2, 4, 8, 4)}
+_NARROW = {BF16: (3, 4, 4, 8), F32: (3, 4, 4, 8), SPLIT: (3, 4, 4, 8), INT8: (3, 4, 4, 8), MXFP4: (1, 1, 2, 4)}
+WEIGHT_ROWS = {**(_WIDE if VECTORS == "avx512" else _NARROW), MXFP4_EDGE: (1, 1, 1, 1)}
 """Weight rows in a tile beside each panel: the fastest of those measured. They cannot change a result."""
 BAND = 24
 """Weight rows that all panels take before the next ones, so that they stay in the cache nearest to the core."""
@@ -32,9 +32,20 @@ def panel_rows(left: int) -> int:
     return 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
+def _scale_bytes(form: int) -> Any:
+    """scale_bytes(columns): of the scales of one row; without meaning where a format has none."""
+    per_row = form == INT8
+
+    @inline
+    def scale_bytes(columns: int) -> int:
+        return 4 if per_row else columns // 32
+
+    return scale_bytes
+
+
 def _tiles(form: int, r: int) -> Any:
     """tiles(...): weight rows times a panel of r rows, as many as make whole tiles; returns how many those are."""
-    n = WEIGHT_ROWS[form][PANELS.index(r)]
+    n, scale_bytes = WEIGHT_ROWS[form][PANELS.index(r)], _scale_bytes(form)
 
     @inline
     def tiles(
@@ -42,7 +53,7 @@ def _tiles(form: int, r: int) -> Any:
     ) -> int:
         i = 0
         while i + n <= count:
-            w, s = weight + i * stride, scale + i * (columns // 32)
+            w, s = weight + i * stride, scale + i * scale_bytes(columns)
             dot_tile(form, n, r, w, stride, s, columns, x, 128 * r, out + 4 * i, step)
             i += n
         return i
@@ -53,6 +64,7 @@ def _tiles(form: int, r: int) -> Any:
 def _matrix(form: int) -> Any:
     """matrix(...): `count` weight rows of a format times any number of rows in panels: out[r, n]."""
     tiles8, tiles4, tiles2, tiles1 = (_tiles(form, r) for r in PANELS)
+    scale_bytes = _scale_bytes(form)
 
     @inline
     def matrix(
@@ -66,7 +78,7 @@ def _matrix(form: int) -> Any:
         out: Address,
         step: int,
     ) -> None:
-        groups = columns // 32
+        groups = scale_bytes(columns)
         for first in range(0, count, BAND):
             here = min(BAND, count - first)
             w, s, to = weight + first * stride, scale + first * groups, out + 4 * first
@@ -93,13 +105,13 @@ def _matrix(form: int) -> Any:
 
 def _row(form: int) -> Any:
     """row(...): `count` weight rows of a format times one row in split layout."""
-    tiles1 = _tiles(form, 1)
+    tiles1, scale_bytes = _tiles(form, 1), _scale_bytes(form)
 
     @inline
     def row(weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, out: Address) -> None:
         done = tiles1(weight, stride, scale, count, columns, x, out, 0)
         for i in range(done, count):
-            w, s = weight + i * stride, scale + i * (columns // 32)
+            w, s = weight + i * stride, scale + i * scale_bytes(columns)
             dot_tile(form, 1, 1, w, stride, s, columns, x, 128, out + 4 * i, 0)
 
     return row
@@ -108,8 +120,9 @@ def _row(form: int) -> Any:
 bf16_matrix = _matrix(BF16)
 f32_matrix = _matrix(F32)
 split_matrix = _matrix(SPLIT)
+int8_matrix = _matrix(INT8)
 mxfp4_matrix = _matrix(MXFP4)
-bf16_row, f32_row, edge_row = _row(BF16), _row(F32), _row(MXFP4_EDGE)
+bf16_row, f32_row, int8_row, edge_row = (_row(form) for form in (BF16, F32, INT8, MXFP4_EDGE))
 
 
 @kernel("void(float32[:,::1], float32[:,::1])")
@@ -142,6 +155,14 @@ def linear_f32(panels: Any, columns: int, weight: int, out: Any, first: int, las
     start, step = address(out) + 4 * first, 4 * out.shape[1]
     w = pointer(weight) + 4 * first * columns
     f32_matrix(w, 4 * columns, w, last - first, columns, address(panels), panels.shape[0], start, step)
+
+
+@kernel("void(float32[:,::1], intp, intp, intp, float32[:,::1], intp, intp)")
+def linear_int8(panels: Any, columns: int, weight: int, scale: int, out: Any, first: int, last: int) -> None:
+    """The same for an int8 matrix and the float32 scales of its rows: the bits of the float32 matrix int8 · scale."""
+    start, step = address(out) + 4 * first, 4 * out.shape[1]
+    w, s = pointer(weight) + first * columns, pointer(scale) + 4 * first
+    int8_matrix(w, columns, s, last - first, columns, address(panels), panels.shape[0], start, step)
 
 
 @kernel("void(float32[:,::1], intp, intp, boolean, float32[:,::1], intp, intp)")

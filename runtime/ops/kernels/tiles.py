@@ -19,7 +19,7 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic as numba_intrinsic
 
-from runtime.ops.kernels.formats import BLOCK, FORMATS, Format, RaggedFormat
+from runtime.ops.kernels.formats import BLOCK, FORMATS, INT8, Format, RaggedFormat
 from runtime.ops.kernels.lanes import BYTES, F32X16, call, fused, offset, pointer_type, read, splat, tree_sum, write
 
 _INT = ir.IntType(64)
@@ -65,7 +65,8 @@ def dot_tile(
 ) -> Any:  # fmt: skip
     """n weight rows times r activation rows: out[r, n].
 
-    weight: the first row, the next one `stride` bytes behind; scale: its scales, one byte per block of 32 columns.
+    weight: the first row, the next one `stride` bytes behind; scale: its scales, one byte per block of 32 columns, or
+    one float32 a row.
     x: the first block of each of the r rows in split layout; `x_step` bytes behind, their second blocks; and so on.
     out: the next row of results `step` bytes behind.
     """
@@ -79,7 +80,8 @@ def dot_tile(
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
         w_rows = [offset(builder, weight, i, stride) for i in range(rows)]
-        scales = [offset(builder, scale, i, blocks) for i in range(rows)]
+        scale_bytes = _INT(4) if form.literal_value == INT8 else blocks
+        scales = [offset(builder, scale, i, scale_bytes) for i in range(rows)]
         x_rows = [offset(builder, x, j, _SPLIT_BLOCK_BYTES) for j in range(activations)]
         sums = _zeros(builder, rows * activations)
 
@@ -96,7 +98,8 @@ def dot_tile(
             multiply([decoder.block(builder, w_rows[i], scales[i], block) for i in range(rows)], block)
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
-                multiply([decoder.tail(builder, row, blocks, rest) for row in w_rows], blocks)
+                pairs = [decoder.tail(builder, *row, blocks, rest) for row in zip(w_rows, scales, strict=True)]
+                multiply(pairs, blocks)
         for j in range(activations):
             for i in range(rows):
                 result = tree_sum(builder, builder.load(sums[j * rows + i]))
@@ -131,7 +134,7 @@ def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step
             put(decoder.block(builder, weight, weight, block), block)
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
-                put(decoder.tail(builder, weight, blocks, rest), blocks)
+                put(decoder.tail(builder, weight, weight, blocks, rest), blocks)
         return context.get_dummy_value()
 
     return _signature(form, "pnpn"), codegen
@@ -139,21 +142,21 @@ def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step
 
 @_intrinsic
 def mix_tile(
-    typing: Any, form: Any, m: Any, weight: Any, stride: Any, columns: Any, count: Any, a: Any, step: Any, sums: Any,
-    sums_step: Any,
+    typing: Any, form: Any, m: Any, weight: Any, stride: Any, scale: Any, columns: Any, count: Any, a: Any, step: Any,
+    sums: Any, sums_step: Any,
 ) -> Any:  # fmt: skip
     """sums[m, :32] += (Σ_p a[m, p] · row_p, row after row) for one block of columns, in split layout.
 
     weight: address of the block in the first row, the next row `stride` bytes behind; `columns` of it are there, 32 or
-    fewer. a: address of float32, the next m `step` bytes behind, p adjacent. sums: address, the next m `sums_step`
-    bytes behind.
+    fewer. scale: address of a float32 for each row, where the format has them. a: address of float32, the next m `step`
+    bytes behind, p adjacent. sums: address, the next m `sums_step` bytes behind.
     """
     if not _literals(form, m):
         return None
     decoder = FORMATS[form.literal_value]
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, stride, columns, count, a, step, out, out_step = args[2:]
+        weight, stride, scale, columns, count, a, step, out, out_step = args[2:]
         targets = [
             [offset(builder, offset(builder, out, i, out_step), parity, 64) for parity in (0, 1)]
             for i in range(m.literal_value)
@@ -162,11 +165,11 @@ def mix_tile(
 
         def mix(whole: bool) -> None:
             with _blocks(builder, count) as p:
-                row = offset(builder, weight, p, stride)
+                row = offset(builder, weight, p, stride), offset(builder, scale, p, 4)
                 if isinstance(decoder, RaggedFormat) and not whole:
-                    pair = decoder.tail(builder, row, _INT(0), columns)
+                    pair = decoder.tail(builder, *row, _INT(0), columns)
                 else:
-                    pair = decoder.block(builder, row, row, _INT(0))
+                    pair = decoder.block(builder, *row, _INT(0))
                 for i, both in enumerate(sums):
                     factor = read(builder, offset(builder, offset(builder, a, i, step), p, 4), ir.FloatType())
                     for parity in (0, 1):
@@ -186,7 +189,7 @@ def mix_tile(
                 write(builder, builder.fadd(before, builder.load(sums[i][parity])), pair[parity])
         return context.get_dummy_value()
 
-    return _signature(form, m, "pnnnpnpn"), codegen
+    return _signature(form, m, "pnpnnpnpn"), codegen
 
 
 @_intrinsic
