@@ -39,6 +39,8 @@ app = typer.Typer(
 
 drives_app = typer.Typer(help="Look at drives: what they are, what they can do.", rich_markup_mode=None)
 app.add_typer(drives_app, name="drives")
+trace_app = typer.Typer(help="Read what `run --trace` wrote.", rich_markup_mode=None)
+app.add_typer(trace_app, name="trace")
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
 System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
@@ -293,6 +295,20 @@ def forecast(
 
     settings = Settings(routes, tokens, fixed_s, prompt, prefill_chunk, seed)
     command(Request(k3, config, model, drive or (), rate or (), rung or (), expert_cache, settings), as_json)
+
+
+@trace_app.command("report")
+def trace_report(
+    file: Annotated[Path, typer.Argument(help="What `run --trace` or `chat --trace` wrote.")],
+    layer: Annotated[int | None, typer.Option(help="Only what was read for this layer.")] = None,
+    top: Annotated[int, typer.Option(help="Layers, barriers and panels shown.")] = 10,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the worst barriers.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Which drive landed last, how far behind the next, what waits were made of, what guesses were worth."""
+    from runtime.commands.trace import trace_report as command
+
+    command(file, as_json=as_json, layer=layer, top=top, svg=svg)
 
 
 def _loading(

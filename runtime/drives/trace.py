@@ -119,9 +119,10 @@ class TraceLog:
         if trace.detail and number >= 0 and len(self._details) < DETAILS:
             self._details[number] = trace.detail
 
-    def guess(self, key: Key, fate: Fate, queued: float = nan, barrier: int = -1) -> None:
-        """Something has become of a guess; without `queued`, of the last one of this key that was told of."""
-        self._guesses.add((*self._key(key), queued, time.monotonic(), FATES.index(fate), barrier))
+    def guess(self, key: Key, fate: Fate, queued: float = nan, barrier: int = -1, at: float | None = None) -> None:
+        """Something has become of a guess, now or `at`; without `queued`, of the last of this key that was told of."""
+        moment = time.monotonic() if at is None else at
+        self._guesses.add((*self._key(key), queued, moment, FATES.index(fate), barrier))
 
     def begin_pass(self, position: int, rows: int) -> None:
         """The model begins to compute `rows` tokens; `position` tokens were before them."""
