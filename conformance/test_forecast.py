@@ -147,6 +147,9 @@ def test_the_bound_is_that_of_the_drives_that_have_most_to_do_and_no_other(
     every = [frozenset(s) for n in drives for s in itertools.combinations(drives, n + 1)]
     bounds = [sum(n for held, n in nbytes.items() if held <= s) / joint_rate(s, rates, uplinks) for s in every]
     assert fluid_bound(nbytes, rates, uplinks) == pytest.approx(max(bounds))
+    a, b, c = (frozenset(drives) for drives in ({0, 1}, {1, 2}, {0, 1, 2}))
+    assert fluid_bound({a: 10, b: 10}, [1, 1, 1]) == 20 / 3  # both groups share drive 1
+    assert fluid_bound({a: 10, c: 1}, [1, 1, 9], [(c, 5.0)]) == 5
 
 
 # --- routes ---
@@ -198,7 +201,9 @@ def test_a_cache_smaller_than_a_token_has_nothing_and_one_a_little_larger_a_thir
 def test_a_prompt_reads_each_distinct_expert_once_a_pass(cli: Command, small: Path) -> None:
     def first(chunk: int) -> Record:
         options = ["--drive", "a=7GB/s", "--prompt", 64, "--prefill-chunk", chunk, "--json"]
-        return cli("forecast", "--config", small, *options).record["rungs"][0]["first_token"]
+        first = cli("forecast", "--config", small, *options).record["rungs"][0]["first_token"]
+        assert first["reads_s"] == pytest.approx(first["reads"] * EXPERT / (7 * GB))
+        return first
 
     whole, halves = first(64), first(32)
     assert whole["reads"] <= 4 * 32
@@ -230,12 +235,13 @@ def test_a_number_of_experts_is_the_most_used_of_them() -> None:
 
 
 def test_a_rung_without_a_holder_for_every_expert_is_said_to_have_none(cli: Command, small: Path) -> None:
-    drives = ["--drive", "a=1GB/s,share=0.5", "--drive", "b=1GB/s,share=rest"]
+    drives = ["--drive", "a=4GB/s,share=0.5", "--drive", "b=1GB/s,share=rest"]
     outcome = cli("forecast", "--config", small, *drives, "--json")
     alone, both = outcome.record["rungs"]
     assert alone["without_holder"] == pytest.approx(64, abs=25)
     assert alone["seconds_per_token"] is None
     assert both["without_holder"] == 0
+    assert both["barriers"]["landed_last"]["b"] >= 0.9 * both["barriers"]["count"]  # a slow lone holder is waited for
     assert both["could_serve"]["a"] + both["could_serve"]["b"] == pytest.approx(1)
     shown = cli("forecast", "--config", small, *drives).out
     assert f"a: no forecast, {alone['without_holder']} experts have no holder" in shown
