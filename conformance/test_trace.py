@@ -316,9 +316,7 @@ def test_a_run_that_is_stopped_is_traced_to_its_end(
     assert table
 
 
-def test_a_conversation_is_one_trace(
-    cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_is_one_trace(cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello again\n/exit\n"))
     options = ["--backend", "reference", "--max-new", 2, "--reasoning-effort", "low"]
     assert cli("chat", "--model", tiny, *options, "--trace", tmp_path / "t.csv").status == 0
