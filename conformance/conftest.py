@@ -13,7 +13,7 @@ import pytest
 from commandline import Command, Outcome, Start
 
 from runtime.cli import main
-from runtime.generate import embedded_model
+from runtime.generate import Engine, embedded_model
 from runtime.setup.synth import synthesize
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,3 +68,10 @@ def start() -> Iterator[Start]:
     for process in processes:
         with process:
             process.kill()
+
+
+@pytest.fixture(scope="session")
+def embedded_engine() -> Iterator[Engine]:
+    """The embedded default, loaded once. To be used by one test at a time."""
+    with Engine.load(embedded_model(), backend="cpu", threads=1) as engine:
+        yield engine

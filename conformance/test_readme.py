@@ -42,7 +42,7 @@ TYPED = [line.text for line in LINES if " -m runtime " in line.text and not line
 
 def test_there_is_something_to_test() -> None:
     assert len(OURS) >= 8
-    assert {words[0] for words in OURS} == {"chat", "drives", "forecast", "run", "synth", "trace", "verify"}
+    assert {words[0] for words in OURS} == {"chat", "drives", "forecast", "run", "serve", "synth", "trace", "verify"}
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
@@ -62,7 +62,7 @@ def test_every_program_is_known(line: Line) -> None:
             assert words[1] == "-s"
             assert re.search(rf"^def {words[2]}\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
         else:
-            assert program in ("python", "python3", "pip", "printf"), line
+            assert program in ("python", "python3", "pip", "printf", "curl"), line
 
 
 def test_the_two_commands_stand_first_and_are_what_ci_runs() -> None:
@@ -87,8 +87,8 @@ def test_the_answers_shown_are_the_answers_given(embedded: Path) -> None:
 
 
 def test_what_is_shown_to_be_typed_runs(embedded: Path, own_home: Path, tmp_path: Path) -> None:
-    """One shell, in an empty directory, in the order of the documents; what needs the real checkpoint aside."""
-    script = "\n".join(line for line in TYPED if "/path/to/" not in line)
+    """One shell, in an empty directory, in their order; what needs the real checkpoint aside, and servers."""
+    script = "\n".join(line for line in TYPED if "/path/to/" not in line and " serve" not in line)
     outcome = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f'python() {{ "$PYTHON" "$@"; }}\n{script}'],
         cwd=tmp_path,

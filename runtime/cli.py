@@ -191,6 +191,59 @@ def verify(
 
 
 @app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Where to listen; the default is this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes one that is free.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="What clients call it. [default: the directory's]")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EXPERTSTREAM_API_KEY", help="Clients must send it.", show_envvar=True)
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Pages of this origin may use the server. Repeat.")
+    ] = None,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 8,
+    connections: Annotated[int, typer.Option(help="Connections at one time.")] = 128,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request.")] = "16M",
+    heartbeat: Annotated[float, typer.Option(help="Seconds after which a silent stream says a comment.")] = 10.0,
+    snapshots: Annotated[
+        str | None, typer.Option(metavar="SIZE|off", help="Memory for earlier conversations. [default: two of them]")
+    ] = None,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="A line per request, without its text.")] = False,
+    context: Context = None,
+    backend: Backend = None,
+    trunk: TrunkOption = "bf16",
+    memory: Memory = None,
+    expert_cache: ExpertCache = None,
+    prefill_chunk: Chunk = 512,
+    threads: Threads = None,
+    drive: DriveOption = None,
+    simulate_drive: SimulatedDrive = None,
+    verify_reads: VerifyReadsOption = "first",
+    trace: TraceOption = None,
+) -> None:
+    """Serve the model to OpenAI-compatible clients, until ^C.
+
+    /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a page at /.
+    """
+    from dataclasses import replace
+
+    from runtime.commands.serve import Serving
+    from runtime.commands.serve import serve as command
+
+    serving = Serving(
+        host, port, model_name, api_key, allow_origin or (), queue, connections, heartbeat,
+        parse_size(max_body, "--max-body"), log_requests,
+    )  # fmt: skip
+    loading = _loading(
+        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
+        trace,
+        verify_reads,
+    )
+    command(replace(loading, snapshots=_size_or_off(snapshots, "--snapshots")), serving)
+
+
+@app.command()
 def synth(
     shape: Annotated[Literal["tiny", "ladder", "slice", "k3"], typer.Option(help="Which dimensions.")],
     out: Annotated[Path, typer.Option(help="New or empty directory.")],
@@ -343,6 +396,13 @@ def _loading(
         trace=trace,
         verify_reads=verify_reads,
     )
+
+
+def _size_or_off(text: str | None, option: str) -> int | None:
+    """Bytes, 0 for off, None for the default."""
+    if text is None:
+        return None
+    return 0 if text.lower() == "off" else parse_size(text, option, "or off")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

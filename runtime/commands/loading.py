@@ -47,6 +47,7 @@ class Loading:
     memory: int | None = None
     expert_cache: int | None = None
     reuse: bool = True
+    snapshots: int | None = 0
     layout: Layout = field(default_factory=Layout)
     trace: Path | None = None
     verify_reads: VerifyReads = "first"
@@ -129,6 +130,7 @@ class Loading:
                 memory=self.memory,
                 expert_cache=self.expert_cache,
                 reuse=self.reuse,
+                snapshots=self.snapshots,
                 layout=self.layout,
                 trace=trace,
                 verify_reads=self.verify_reads,

@@ -3,5 +3,7 @@
 from runtime.generate.embedded import embedded_model
 from runtime.generate.engine import Engine, Session, Step
 from runtime.generate.plan import MemoryPlan
+from runtime.generate.sampling import Sampler, greedy
+from runtime.generate.snapshots import Snapshot, Snapshots
 
-__all__ = ["Engine", "MemoryPlan", "Session", "Step", "embedded_model"]
+__all__ = ["Engine", "MemoryPlan", "Sampler", "Session", "Snapshot", "Snapshots", "Step", "embedded_model", "greedy"]

@@ -1,4 +1,4 @@
-"""From token ids to token ids: a loaded model, and sessions that prefill a prompt and decode greedily.
+"""From token ids to token ids: a loaded model, and sessions that prefill a prompt and decode.
 
 A session's tokens depend on its prompt alone. It can be stopped between any two layers; what it had computed up to
 the last whole pass stays, so a prompt that extends it costs only the new part.
@@ -21,9 +21,11 @@ from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 from runtime.drives.trace import TraceLog
 from runtime.errors import CheckpointError, UsageError
-from runtime.generate.plan import MemoryPlan, make_plan
+from runtime.generate.plan import MemoryPlan, element_size, make_plan
+from runtime.generate.sampling import Choose, Logits, greedy
+from runtime.generate.snapshots import Snapshot
 from runtime.model.k3 import K3
-from runtime.model.state import State
+from runtime.model.state import State, state_nbytes
 from runtime.ops import Ops, make_ops
 from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
@@ -159,6 +161,7 @@ class Engine:
         memory: int | None = None,
         expert_cache: int | None = None,
         reuse: bool = True,
+        snapshots: int | None = 0,
         layout: Layout | None = None,
         trace: TraceLog | None = None,
         verify_reads: VerifyReads = "first",
@@ -168,9 +171,10 @@ class Engine:
         """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
 
         What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
-        `trunk`: "int8" is not weight-exact. `context` bounds a session's tokens. `memory` and `expert_cache` are
-        bytes; `reuse` off keeps no expert between tokens. `layout`: where experts are, beside the model directory;
-        `verify_reads`: which reads of them are compared with the manifest; `trace`: what notes every read.
+        `trunk`: "int8" is not weight-exact. `context` bounds a session's tokens. `memory`, `expert_cache` and
+        `snapshots`, what is set aside for those, are bytes (None: the default); `reuse` off keeps no expert between
+        tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them are
+        compared with the manifest; `trace`: what notes every read.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
@@ -198,6 +202,7 @@ class Engine:
                 expert_cache=expert_cache,
                 trunk=trunk,
                 reuse=reuse,
+                snapshots=snapshots,
                 unit_bytes=None if drives is None else drives.unit_bytes,
                 reading=checks.nbytes + (0 if drives is None else drives.extra_bytes + staging * copies),
             )
@@ -243,6 +248,15 @@ class Engine:
         """A new conversation, empty."""
         return Session(self)
 
+    def resume(self, snapshot: Snapshot) -> Session:
+        """A session that goes on from there; the snapshot stays as it is."""
+        return Session(self, list(snapshot.ids), _state=snapshot.state.copy(), _logits=snapshot.logits)
+
+    def snapshot_nbytes(self, tokens: int) -> int:
+        """Bytes of a snapshot after so many tokens."""
+        element = element_size(self.ops.name)
+        return state_nbytes(self.config, tokens, element) + element * self.config.vocab_size
+
 
 @dataclass
 class Session:
@@ -252,18 +266,28 @@ class Session:
     processed: list[int] = field(default_factory=list)
     prefill: PrefillStats = field(default_factory=PrefillStats)
     _state: State | None = None
+    _logits: Logits | None = None
+    """Those that follow what is processed, where they were computed."""
+
+    def snapshot(self) -> Snapshot | None:
+        """What is processed, to go on from later; None where that is nothing."""
+        if self._state is None or not self.processed:
+            return None
+        nbytes = self.engine.snapshot_nbytes(len(self.processed))
+        return Snapshot(tuple(self.processed), self._state.copy(), self._logits, nbytes)
 
     def generate(
         self,
         prompt: Sequence[int],
         max_new: int,
         *,
+        choose: Choose = greedy,
         logits_hash: bool = False,
         stop_ids: Sequence[int] | None = None,
         cancelled: Callable[[], bool] | None = None,
         prefilled: Callable[[int, int], None] | None = None,
     ) -> Iterator[Step]:
-        """Yield up to `max_new` tokens that follow `prompt`, each the lowest id among the largest logits.
+        """Yield up to `max_new` tokens that follow `prompt`, each as `choose` has it.
 
         Ends after an id of `stop_ids` (default: the config's eos), which is yielded too, or when the context is
         full. `prefilled(done, total)` hears of each prompt chunk.
@@ -275,12 +299,12 @@ class Session:
         started, before = time.perf_counter(), self._counts()
         logits = self._prefill(list(prompt), cancelled, prefilled)
         for count in range(1, room + 1):
-            token = int(np.argmax(logits))
-            if np.isnan(logits[token]):  # argmax finds one if there is any
+            if np.isnan(logits[np.argmax(logits)]):  # argmax finds one if there is any
                 raise CheckpointError(
                     f"after {len(self.processed)} tokens the logits are not numbers: the weights of "
                     f"{self.engine.checkpoint.path} are damaged; compare its files with the released checksums"
                 )
+            token = choose(logits, len(self.processed))
             digest = logits_digest(logits) if logits_hash else None
             seconds, after = time.perf_counter() - started, self._counts()
             hits, misses, nbytes = (b - a for a, b in zip(before, after, strict=True))
@@ -296,22 +320,22 @@ class Session:
         prompt: list[int],
         cancelled: Callable[[], bool] | None,
         prefilled: Callable[[int, int], None] | None,
-    ) -> npt.NDArray[np.floating]:
+    ) -> Logits:
         """Process what the state has not seen of the prompt; the logits [V] of its last token."""
         kept = len(self.processed)
-        if self._state is None or kept >= len(prompt) or prompt[:kept] != self.processed:
-            self._state = self.engine.model.new_state(self.engine.context)
+        known = prompt[:kept] == self.processed and (kept < len(prompt) or self._logits is not None)
+        if self._state is None or not known:
+            self._state, self._logits = self.engine.model.new_state(self.engine.context), None
             self.processed = []
             kept = 0
         config, stats, started = self.engine.config, PrefillStats(), time.perf_counter()
         self.prefill = stats
         experts = self.engine.experts.stats
         wanted, reads = experts.wanted, experts.reads
-        logits: npt.NDArray[np.floating] | None = None
         for start in range(kept, len(prompt), self.engine.chunk):
             chunk = prompt[start : start + self.engine.chunk]
             last = start + len(chunk) == len(prompt)
-            logits = self._advance(chunk, cancelled, last)
+            self._advance(chunk, cancelled, last)
             stats.rows += len(chunk)
             stats.layer_passes += config.num_hidden_layers
             if prefilled is not None:
@@ -319,12 +343,10 @@ class Session:
         stats.expert_reads = experts.reads - reads
         stats.distinct_experts = experts.wanted - wanted
         stats.seconds = time.perf_counter() - started
-        assert logits is not None
-        return logits
+        assert self._logits is not None
+        return self._logits
 
-    def _advance(
-        self, ids: list[int], cancelled: Callable[[], bool] | None, head: bool = True
-    ) -> npt.NDArray[np.floating]:
+    def _advance(self, ids: list[int], cancelled: Callable[[], bool] | None, head: bool = True) -> Logits:
         """One pass over `ids`; the logits [V] of the last, or an empty array without `head`."""
         assert self._state is not None
         drives = self.engine.drives
@@ -334,7 +356,8 @@ class Session:
             np.array(ids, np.int64), self._state, logits="last" if head else "none", cancelled=cancelled
         )
         self.processed.extend(ids)
-        return np.empty(0) if out is None else self.engine.ops.numpy(out)[0]
+        self._logits = None if out is None else self.engine.ops.numpy(out)[0]
+        return np.empty(0) if self._logits is None else self._logits
 
     def _counts(self) -> tuple[int, int, int]:
         stats = self.engine.experts.stats

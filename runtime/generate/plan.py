@@ -28,7 +28,7 @@ HOST_RESERVE = 0.1
 """Share of the memory found that is left to everyone else when no limit was asked for."""
 
 
-PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache", "reading")
+PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache", "reading", "snapshots")
 """What the memory is divided into, as `MemoryPlan` names it."""
 
 
@@ -49,6 +49,8 @@ class MemoryPlan:
     expert_cache: int
     reading: int = 0
     """Beside the cache: buffers of late reads, copies, checks of drives."""
+    snapshots: int = 0
+    """Of earlier conversations."""
 
     @property
     def total(self) -> int:
@@ -60,9 +62,14 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
-        parts = [part for part in PARTS if part != "reading" or self.reading]
+        parts = [part for part in PARTS if part not in ("reading", "snapshots") or getattr(self, part)]
         listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
         return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
+
+
+def element_size(backend: str) -> int:
+    """Bytes of a number in states and activations."""
+    return 8 if backend == "reference" else 4
 
 
 def size(nbytes: int) -> str:
@@ -142,17 +149,19 @@ def make_plan(
     expert_cache: int | None,
     trunk: Precision = "bf16",
     reuse: bool = True,
+    snapshots: int | None = 0,
     unit_bytes: int | None = None,
     reading: int = 0,
 ) -> MemoryPlan:
     """Divide the memory. `expert_cache` is what the user asked for, None lets the cache take what is left.
 
     unit_bytes: what one expert takes in the cache, when that is more than its own; reading: what reading needs besides.
+    snapshots: None is two conversations as long as the context, where that is at most a quarter of what is left.
     Without `reuse` the cache is one layer's top-k. Raises DoesNotFitError, with the floor, when it cannot be.
     """
     config = checkpoint.config
     limit, source = memory_limit(memory)
-    element = 8 if backend == "reference" else 4
+    element = element_size(backend)
     process = psutil.Process().memory_info().rss + MARGIN
     ops = backend_type(backend)
     resident = trunk_nbytes(checkpoint, ops, trunk)
@@ -168,13 +177,16 @@ def make_plan(
     floor = staging_floor(checkpoint, unit_bytes)
     everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
     left = limit - process - resident - state - activations - scratch - reading
+    if snapshots is None:  # where an answer began and where it ended, as long as the context
+        snapshots = max(0, min(state + 2 * config.vocab_size * element, (left - (expert_cache or floor)) // 4))
+    left -= snapshots
     if expert_cache is not None:
         check_budget(checkpoint, expert_cache, unit_bytes)
     if not reuse:
         expert_cache = floor
     elif expert_cache is None:
         expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, resident, state, activations, scratch, expert_cache, reading)
+    plan = MemoryPlan(limit, source, process, resident, state, activations, scratch, expert_cache, reading, snapshots)
     if plan.total > limit:
         least = plan.total - expert_cache + floor
         smaller = least - resident + trunk_nbytes(checkpoint, ops, "int8")
@@ -182,7 +194,8 @@ def make_plan(
         raise DoesNotFitError(
             f"this needs {size(plan.total)}, but {size(limit)} is what it may have ({source}): trunk {size(resident)}, "
             f"state for {context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
-            f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}. "
+            f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}"
+            f"{f', snapshots {size(snapshots)}' if snapshots else ''}. "
             f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
             f"smaller --context, --prefill-chunk or --expert-cache{advice if smaller < least else ''}"
         )

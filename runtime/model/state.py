@@ -34,6 +34,11 @@ class State:
     capacity: int
     layers: list[LayerState]
 
+    def copy(self) -> State:
+        """The same sequence, to go on from independently. Recurrent states are shared: no pass changes one."""
+        layers = [layer if isinstance(layer, KdaState) else layer.copy() for layer in self.layers]
+        return State(self.length, self.capacity, layers)
+
     def commit(self, layers: list[LayerState], rows: int) -> None:
         """Make the outcome of a pass over `rows` tokens the current state."""
         self.layers = layers

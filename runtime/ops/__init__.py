@@ -86,6 +86,10 @@ class LatentCache(Protocol):
         """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
         ...
 
+    def copy(self) -> LatentCache:
+        """The rows up to `length`, of their own: appending to one leaves the other as it is."""
+        ...
+
 
 class Ops(Protocol):
     """One backend."""

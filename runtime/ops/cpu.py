@@ -6,6 +6,7 @@ nothing about numbers: it allocates results, decides how many threads a call is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ class SplitCache:
             self.entries = grown
         attention.append(latent, key, self.entries, self.length)
         return end
+
+    def copy(self) -> SplitCache:
+        """The rows up to `length`, of their own."""
+        other = copy.copy(self)
+        other.entries = self.entries[: self.length].copy()
+        return other
 
 
 class CpuOps:

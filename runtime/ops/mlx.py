@@ -19,6 +19,7 @@ Section numbers are those of the Kimi K3 model specification; shapes are those o
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -113,6 +114,12 @@ class MlxLatentCache:
         rows[self.length : total] = mx.concatenate([latent, key], axis=1)
         self.rows = _ready(rows)
         return total
+
+    def copy(self) -> MlxLatentCache:
+        """The rows up to `length`, of their own."""
+        other = copy.copy(self)
+        other.rows = _ready(mx.array(self.rows[: self.length]))
+        return other
 
 
 class MlxOps:

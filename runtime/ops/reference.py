@@ -8,6 +8,7 @@ defines to the last bit, because NumPy's own differ between CPUs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,9 @@ class ReferenceCache:
         self.latent = np.concatenate([self.latent[: self.length], latent])
         self.key = np.concatenate([self.key[: self.length], key])
         return filled
+
+    def copy(self) -> ReferenceCache:
+        return copy.copy(self)  # `append` makes new arrays
 
 
 class ReferenceOps:

@@ -1,0 +1,72 @@
+"""What has been computed of earlier conversations, kept to go on from.
+
+A snapshot is the state after some tokens, with the logits that follow where they were computed. It serves a prompt
+that begins with exactly those tokens, and none other: a recurrent state cannot be taken back by even one token. What
+is kept never takes more than a budget of bytes; the snapshot used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.generate.sampling import Logits
+from runtime.model.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The tokens, the state after them, the logits [V] that follow or None, and the bytes all that takes.
+
+    `state` is never run forward: sessions go on from copies.
+    """
+
+    ids: tuple[int, ...]
+    state: State
+    logits: Logits | None
+    nbytes: int
+
+
+class Snapshots:
+    """Snapshots within `budget_bytes`, in the order in which they were last used. For one thread at a time."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._kept: list[Snapshot] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether one of this size may be kept at all."""
+        return nbytes <= self.budget_bytes
+
+    def longest(self, prompt: Sequence[int]) -> Snapshot | None:
+        """The longest that the prompt extends, or equals when the logits are there."""
+        ids = tuple(prompt)
+        fitting = [
+            kept
+            for kept in self._kept
+            if ids[: len(kept.ids)] == kept.ids and (len(kept.ids) < len(ids) or kept.logits is not None)
+        ]
+        best = max(fitting, key=lambda kept: len(kept.ids), default=None)
+        if best is not None:
+            self._kept.remove(best)
+            self._kept.append(best)
+        return best
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep it, in place of one with the same tokens; let go what there is no room for, it included."""
+        for kept in [kept for kept in self._kept if kept.ids == snapshot.ids]:
+            self._drop(kept)
+        if not self.fits(snapshot.nbytes):
+            return
+        self._kept.append(snapshot)
+        self.held_bytes += snapshot.nbytes
+        while self.held_bytes > self.budget_bytes:
+            self._drop(self._kept[0])
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._kept.remove(snapshot)
+        self.held_bytes -= snapshot.nbytes

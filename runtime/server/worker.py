@@ -1,0 +1,277 @@
+"""One engine on one thread, and the requests that wait for it.
+
+The thread loads the engine, then takes one job after the other. A job has one place in a bounded queue, leaves it as
+soon as its client has gone, and can be stopped between two layers once it runs; whatever ends it, the engine is ready
+for the next. What a job has to say goes to its `tell`, on this thread: `Read`, `Said` and, last and once, `Ended` or
+`Failed`. Nothing here knows HTTP.
+
+What was computed for one job serves the next one whose prompt begins with the same tokens: snapshots are kept where
+an answer begins and where one ends, finished or not.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from runtime.errors import Cancelled, ExpertstreamError
+from runtime.generate import Engine, Session, Snapshots
+from runtime.server.errors import ApiError, from_engine
+from runtime.server.metrics import Metrics
+from runtime.server.tasks import Task
+from runtime.text.channels import Event
+
+GUESS_S = 10.0
+"""How long a request takes, before one has shown it."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the prompt, of those the ones that were known already, and of the answer."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """So much of the prompt is read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """Parts of the answer, as they came."""
+
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The answer is complete."""
+
+    reason: str
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no (further) answer."""
+
+    error: ApiError
+
+
+News: TypeAlias = Read | Said | Ended | Failed
+
+
+@dataclass(frozen=True)
+class Running:
+    """How far the job is that runs."""
+
+    phase: Literal["prefill", "decode"]
+    prompt_tokens: int
+    prompt_done: int
+    cached_tokens: int
+    completion_tokens: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class Job:
+    """A task under way. `cancel` it from any thread: it leaves the queue, or stops before the next layer."""
+
+    task: Task
+    tell: Callable[[News], None]
+    worker: Worker
+    _gone: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def gone(self) -> bool:
+        """Nobody waits for it."""
+        return self._gone.is_set()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Without effect once it has ended."""
+        self._gone.set()
+        self.worker.forget(self)
+
+
+class Worker:
+    """`start` it, `submit` tasks, `stop` it. `state` is loading, ready, or stopped; `failure` says why it stopped."""
+
+    def __init__(self, load: Callable[[], Engine], queue: int, metrics: Metrics) -> None:
+        """`load` is called on the worker's thread. `queue` jobs may wait."""
+        self.state: Literal["loading", "ready", "stopped"] = "loading"
+        self.failure: BaseException | None = None
+        self.running: Running | None = None
+        self.current: Job | None = None
+        self.limit = queue
+        self.snapshots = Snapshots(0)
+        self.metrics = metrics
+        self._load = load
+        self._engine: Engine | None = None
+        self._waiting: deque[Job] = deque()
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._typical_s = GUESS_S
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def stop(self, seconds: float | None = None) -> None:
+        """End what runs before its next layer, refuse what waits, and wait for the thread to be done."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(seconds)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises ApiError 503 while it is not there."""
+        if self._engine is None or self.state != "ready":
+            retry = 5 if self.state == "loading" else None
+            what = "the model is being loaded" if self.state == "loading" else "the server is stopping"
+            raise ApiError(503, what, code="not_ready", kind="server_error", retry_after=retry)
+        return self._engine
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return len(self._waiting)
+
+    def submit(self, task: Task, tell: Callable[[News], None]) -> Job:
+        """Have the task done. Raises ApiError 429 when the queue is full, 503 when there is no engine."""
+        job = Job(task, tell, self)
+        with self._changed:
+            if self._stopping or self.state != "ready":
+                raise ApiError(503, "the server is stopping", code="not_ready", kind="server_error")
+            if len(self._waiting) >= self.limit + (self.current is None):
+                self.metrics.requests.labels("refused").inc()
+                raise ApiError(
+                    429,
+                    f"one request is being answered and {len(self._waiting)} wait, which is all this server takes",
+                    code="rate_limit_exceeded",
+                    kind="rate_limit_error",
+                    retry_after=self._retry_after(),
+                )
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    def forget(self, job: Job) -> None:
+        """Take the job out of the queue, if it is there."""
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self.metrics.requests.labels("cancelled").inc()
+
+    def _retry_after(self) -> int:
+        """Seconds until a place may be free: what a request took of late."""
+        return max(1, min(600, math.ceil(self._typical_s)))
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            with self._load() as engine:
+                self._engine, self.snapshots = engine, Snapshots(engine.plan.snapshots)
+                self.state = "ready"
+                while (job := self._next()) is not None:
+                    self._do(engine, job)
+        except BaseException as error:  # whoever runs the server raises it again
+            self.failure = error
+        finally:
+            with self._changed:
+                self.state, self._stopping = "stopped", True
+                left, self._waiting = list(self._waiting), deque()
+            for job in left:
+                job.tell(Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error")))
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self.current = None
+            while not self._waiting and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            self.current = self._waiting.popleft()
+            return self.current
+
+    def _do(self, engine: Engine, job: Job) -> None:
+        """Run the job to whatever end. Nothing that happens in it ends the thread."""
+        started = time.monotonic()
+        outcome = "failed"
+        try:
+            job.tell(self._run(engine, job))
+            outcome = "answered"
+        except Cancelled:
+            outcome = "cancelled"
+            job.tell(Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error")))
+        except ExpertstreamError as error:
+            job.tell(Failed(from_engine(error)))
+        except Exception:  # a bug: it costs this answer, and the operator is told
+            traceback.print_exc()
+            job.tell(Failed(ApiError(500, "the engine failed; the server's log says how", kind="server_error")))
+        finally:
+            self.running = None
+            self.metrics.requests.labels(outcome).inc()
+            if outcome == "answered":
+                self._typical_s += (time.monotonic() - started - self._typical_s) / 4
+
+    def _run(self, engine: Engine, job: Job) -> Ended:
+        """Generate the answer and tell its parts. Raises what generating raises."""
+        task, started = job.task, time.monotonic()
+        known = self.snapshots.longest(task.prompt)
+        session = engine.session() if known is None else engine.resume(known)
+        cached, total = len(session.processed), len(task.prompt)
+        self.running = Running("prefill", total, cached, cached)
+
+        def read(done: int, total: int) -> None:
+            self.running = Running("prefill", total, done, cached, since=started)
+            job.tell(Read(done, total))
+
+        steps = session.generate(
+            task.prompt,
+            task.max_new,
+            choose=task.choose,
+            cancelled=lambda: job.gone or self._stopping,
+            prefilled=read,
+        )
+        count = 0
+        try:
+            with closing(steps):  # type: ignore[type-var]
+                for count, step in enumerate(steps, 1):
+                    if count == 1:
+                        self.metrics.first_token.observe(time.monotonic() - started)
+                        self._keep(engine, session)
+                    self.running = Running("decode", total, total, cached, count, since=started)
+                    if events := task.answer.feed(step):
+                        job.tell(Said(events))
+                    if task.answer.reason is not None:
+                        break
+        finally:
+            self._keep(engine, session)
+            self.metrics.prompt_tokens.inc(max(0, min(len(session.processed), total) - cached))
+            self.metrics.cached_tokens.inc(cached)
+            self.metrics.completion_tokens.inc(count)
+        assert task.answer.reason is not None
+        return Ended(task.answer.reason, Usage(total, cached, count))
+
+    def _keep(self, engine: Engine, session: Session) -> None:
+        """Remember what is processed, where the budget allows it at all."""
+        if session.processed and self.snapshots.fits(engine.snapshot_nbytes(len(session.processed))):
+            snapshot = session.snapshot()
+            assert snapshot is not None
+            self.snapshots.keep(snapshot)
