@@ -256,6 +256,8 @@ def test_a_run_is_traced_to_the_byte(cli: Command, tiny: Path, tmp_path: Path) -
         assert mine["length"].sum() == counts["requested_bytes"] - counts["checked_bytes"]
         assert record["io"]["by_drive"][name]["bytes"] == counts["requested_bytes"]
         assert counts["mode"] == record["io"]["by_drive"][name]["mode"]
+    if about["process_read_bytes"] is not None and all(d["mode"] == "direct" for d in about["drives"].values()):
+        assert about["process_read_bytes"] >= sum(d["device_bytes"] for d in about["drives"].values())
     assert [p[1:] for p in about["passes"]] == [[0, 3], [3, 1], [4, 1], [5, 1]]
     assert set(slices["token"].tolist()) == {0, 3, 4, 5}
     by_barrier = {(int(s["barrier"]), int(s["layer"]), int(s["token"])) for s in slices}

@@ -245,7 +245,7 @@ def traced(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_of_a_run(cli: Command, traced: Path) -> None:
     record = cli("trace", "report", traced, "--json").record
     about = load(traced).about
-    assert record["schema"] == "expertstream.trace-report/1"
+    assert record["schema"] == "expertstream.report/1"
     assert record["model"] == about["model"]
     for name, drive in record["drives"].items():
         counts = about["drives"][name]

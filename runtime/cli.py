@@ -350,6 +350,26 @@ def forecast(
     command(Request(k3, config, model, drive or (), rate or (), rung or (), expert_cache, settings), as_json)
 
 
+@drives_app.command("monitor")
+def drives_monitor(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; it is the drive model.")] = None,
+    drive: DriveOption = None,
+    interval: Annotated[str, typer.Option(metavar="TIME", help="Between two samples, 1ms to 1s.")] = "10ms",
+    seconds: Annotated[float | None, typer.Option(help="Watch for so long. [default: until ^C]")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep every sample.")] = None,
+    pid: Annotated[int | None, typer.Option(help="Watch this process, too, and only as long as it is there.")] = None,
+) -> None:
+    """Watch the disks below the drives: bytes, reads, latency, what is in flight, and what is written, by anybody.
+
+    With nothing named, it is every disk. ^C ends it with a summary.
+    """
+    from runtime.commands.drives import parse_drives
+    from runtime.commands.monitor import monitor
+
+    layout = parse_drives(drive or (), ())
+    monitor(model, layout, interval=interval, seconds=seconds, csv_file=csv, pid=pid)
+
+
 @trace_app.command("report")
 def trace_report(
     file: Annotated[Path, typer.Argument(help="What `run --trace` or `chat --trace` wrote.")],

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,17 @@ class DiskCounts:
 
     def __sub__(self, before: DiskCounts) -> DiskCounts:
         """What was done since then; in_flight stays as it is now."""
-        return DiskCounts(
-            self.reads - before.reads,
-            self.read_bytes - before.read_bytes,
-            self.read_s - before.read_s,
-            self.writes - before.writes,
-            self.written_bytes - before.written_bytes,
-            self.write_s - before.write_s,
-            self.in_flight,
-        )
+        done: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _SUMMED}
+        return replace(self, **done)
+
+    def __add__(self, other: DiskCounts) -> DiskCounts:
+        """Two disks as one. What is in flight is unknown where it is of one of them."""
+        done: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        unknown = -1 in (self.in_flight, other.in_flight)
+        return replace(self, **done, in_flight=-1 if unknown else self.in_flight + other.in_flight)
+
+
+_SUMMED = ("reads", "read_bytes", "read_s", "writes", "written_bytes", "write_s")
 
 
 class DiskCounters:

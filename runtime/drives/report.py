@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from runtime.drives.trace import TraceFile
 
-SCHEMA = "expertstream.trace-report/1"
+SCHEMA = "expertstream.report/1"
 WIDTHS = (16, 48, 96)
 """Upper ends of the classes of barriers, in jobs; the last class is open."""
 FATES = ("in_time", "late", "cancelled", "wasted", "open")
