@@ -333,14 +333,14 @@ RECORD = {
     "finish_reason": None,
     "logits_sha256": None,
     "timing": {"load_s", "ttft_s", "prefill_s", "decode_s", "decode_tokens_per_s"},
-    "io": {"requested_bytes", "device_bytes", "by_drive", "by_kind"},
+    "io": {"requested_bytes", "device_bytes", "by_drive", "by_kind", "prefetch"},
     "cache": {"hits", "misses", "evictions", "budget_bytes", "peak_bytes"},
     "prefill": {"rows", "layer_passes", "expert_reads", "distinct_experts", "amplification"},
     "memory": {"budget_bytes", "plan", "peak_rss_bytes"},
     "settings": {
         *("backend", "threads", "context", "prefill_chunk", "max_new", "chat", "system", "reasoning_effort"),
         *("memory_bytes", "expert_cache_bytes", "expert_reuse", "drives", "trunk", "precision", "versions", "platform"),
-        *("machine", "verify_reads"),
+        *("machine", "verify_reads", "prefetch"),
     },
 }
 

@@ -26,7 +26,7 @@ from runtime.ops import BACKENDS
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_between_layers_with_the_text_so_far(start: Start, tiny: Path, signum: signal.Signals) -> None:
+def test_a_signal_stops_in_a_layer_with_the_text_so_far(start: Start, tiny: Path, signum: signal.Signals) -> None:
     process = start("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)
     assert process.stdout is not None
     begun = os.read(process.stdout.fileno(), 1)
@@ -35,7 +35,7 @@ def test_a_signal_stops_between_layers_with_the_text_so_far(start: Start, tiny: 
     assert begun
     assert out.endswith(b"\n")
     assert process.returncode == 128 + signum
-    assert b"stopped before layer" in err.splitlines()[-1]
+    assert b"stopped in layer" in err.splitlines()[-1]
     assert b"Traceback" not in err
 
 

@@ -474,7 +474,7 @@ def test_a_conversation_tells_of_each_failure_once(
         if number == 2:
             raise DeviceError(Fault.IO, "input/output error")
 
-    devices["o"] = third_fails
+    devices["o"], devices["model"] = third_fails, slow
     ended = cli("chat", "--max-new", 4, "--drive", f"o={odd}")
     assert ended.status == 0
     assert ended.err.count("note     drive o: 1 reads failed; other copies were read\n") == 1

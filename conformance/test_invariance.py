@@ -109,14 +109,17 @@ def test_a_cancelled_pass_leaves_the_session_as_it_was(
     from runtime.errors import Cancelled
 
     engine = Engine.load(checkpoint, backend=backend)
-    layers = engine.config.num_hidden_layers
     session = engine.session()
     list(session.generate(PROMPT[:40], 1))
-    for stop_before in range(1, layers):
-        countdown = iter([False] * stop_before + [True])
-        with pytest.raises(Cancelled, match=f"layer {stop_before}"):
+    layers = []
+    for asked in range(0, 60, 4):
+        countdown = iter([False] * asked + [True])
+        with pytest.raises(Cancelled, match="stopped in layer") as stopped:
             list(session.generate(PROMPT, 1, cancelled=lambda: next(countdown)))  # noqa: B023
+        layers.append(int(str(stopped.value).split()[3].strip(",")))
         assert session.processed == PROMPT[:40]
+    assert layers == sorted(layers)
+    assert 2 < len(set(layers)) < len(layers), "it stops in the middle of layers, too"
     assert outcome(list(session.generate(PROMPT, NEW, logits_hash=True))) == whole[backend]
 
 

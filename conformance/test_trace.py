@@ -212,7 +212,7 @@ def test_the_reader_tells_what_becomes_of_guesses() -> None:
         guess(1, 2)
         ended(1)
         ended(2)
-        assert isinstance(reader.poll((1, 1)), Landed)
+        assert [type(outcome) for outcome in reader.poll([(1, 1)])] == [Landed]
         reader.cancel([(1, 2)])
         assert told[1:] == [((1, 1), Fate.TAKEN, -1), ((1, 2), Fate.UNUSED, -1)]
         shelf.gate.clear()
@@ -314,7 +314,7 @@ def test_a_run_that_is_stopped_is_traced_to_its_end(
     ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", *TWO, "--trace", tmp_path / "t.csv")
     assert ended.status == 130
     head, table = rows(tmp_path / "t.csv")
-    assert head["ended"].startswith("stopped before layer")
+    assert head["ended"].startswith("stopped in layer")
     assert table
 
 

@@ -75,6 +75,7 @@ VerifyReadsOption = Annotated[
     Literal["off", "first", "all"],
     typer.Option("--verify-reads", help="Which reads of experts are compared with the manifest."),
 ]
+NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Read no expert before it is routed.")]
 Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
 TraceOption = Annotated[
@@ -116,6 +117,7 @@ def run(
     simulate_drive: SimulatedDrive = None,
     trace: TraceOption = None,
     verify_reads: VerifyReadsOption = "first",
+    no_prefetch: NoPrefetch = False,
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -136,6 +138,7 @@ def run(
         *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,
         verify_reads,
+        no_prefetch,
     )
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
@@ -157,6 +160,7 @@ def chat(
     simulate_drive: SimulatedDrive = None,
     trace: TraceOption = None,
     verify_reads: VerifyReadsOption = "first",
+    no_prefetch: NoPrefetch = False,
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -169,6 +173,7 @@ def chat(
         *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,
         verify_reads,
+        no_prefetch,
     )
     command(loading, system, reasoning_effort, max_new, stats)
 
@@ -397,6 +402,7 @@ def _loading(
     simulated: list[str] | None,
     trace: Path | None,
     verify_reads: Literal["off", "first", "all"],
+    no_prefetch: bool,
 ) -> Loading:
     from runtime.commands.drives import parse_drives
     from runtime.commands.loading import Loading
@@ -415,6 +421,7 @@ def _loading(
         layout=parse_drives(drives or (), simulated or ()),
         trace=trace,
         verify_reads=verify_reads,
+        prefetch=False if no_prefetch else None,
     )
 
 

@@ -55,7 +55,7 @@ class DoesNotFitError(ExpertstreamError):
 
 
 class Cancelled(ExpertstreamError):
-    """The generation was asked to stop between two layers; the state is as it was before the call."""
+    """The generation was asked to stop; the state is as it was before the call."""
 
     code = "interrupted"
     exit_code = 130

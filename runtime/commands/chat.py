@@ -11,7 +11,7 @@ from typing import Any
 from runtime.checkpoint import Checkpoint
 from runtime.commands.answer import Answer, ChatReader, generate
 from runtime.commands.drives import Failures
-from runtime.commands.loading import Loading
+from runtime.commands.loading import Loading, learning
 from runtime.commands.terminal import Interrupts, is_terminal, say
 from runtime.commands.tracing import Tracing
 from runtime.errors import Cancelled, UsageError
@@ -75,7 +75,8 @@ def chat(loading: Loading, system: str | None, reasoning_effort: str, max_new: i
         with Interrupts() as stop:
             engine = tracing.load(stop, ready)
         assert engine.tokenizer is not None
-        _talk(Conversation(engine.session(), engine.tokenizer, system, reasoning_effort, max_new, stats))
+        with learning(engine):
+            _talk(Conversation(engine.session(), engine.tokenizer, system, reasoning_effort, max_new, stats))
 
 
 def _talk(conversation: Conversation) -> None:

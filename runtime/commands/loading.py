@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,7 @@ class Loading:
     layout: Layout = field(default_factory=Layout)
     trace: Path | None = None
     verify_reads: VerifyReads = "first"
+    prefetch: bool | None = None
 
     @property
     def path(self) -> Path:
@@ -134,9 +136,22 @@ class Loading:
                 layout=self.layout,
                 trace=trace,
                 verify_reads=self.verify_reads,
+                prefetch=self.prefetch,
                 announce=announce,
                 progress=advanced,
             )
+
+
+@contextlib.contextmanager
+def learning(engine: Engine) -> Iterator[None]:
+    """What is learned of the experts in the block is kept, however it ends; where it cannot be, a line says so."""
+    try:
+        yield
+    finally:
+        if (heat := engine.experts.heat) is not None:
+            heat.save()
+            if heat.note:
+                say(f"note     {heat.note}")
 
 
 def _compile(stop: Interrupts) -> None:

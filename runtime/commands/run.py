@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runtime.checkpoint import Checkpoint
 from runtime.commands.answer import Answer, ChatReader, IdReader, PlainReader, generate
 from runtime.commands.drives import Failures
-from runtime.commands.loading import Loading
+from runtime.commands.loading import Loading, learning
 from runtime.commands.terminal import Interrupts, say, write
 from runtime.commands.tracing import Tracing
 from runtime.errors import UsageError
@@ -73,9 +73,10 @@ def run(loading: Loading, request: Request) -> None:
         engine = tracing.load(stop, ready)
         session = engine.session()
         answer = Answer(_reader(engine, request), silent=request.as_json)
-        steps = generate(
-            session, prompt, request.max_new, answer, stop, stats=request.stats, logits_hash=request.logits_hash
-        )
+        with learning(engine):
+            steps = generate(
+                session, prompt, request.max_new, answer, stop, stats=request.stats, logits_hash=request.logits_hash
+            )
     Failures(engine).tell()
     if request.as_json:
         record = run_record(

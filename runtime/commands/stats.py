@@ -9,6 +9,10 @@ from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, precision, timing
 from runtime.weights.layout import Drives
+from runtime.weights.prefetch import PREDICTORS
+
+FATES = ("in_time", "late", "cancelled", "wasted", "open")
+"""What becomes of a guess, as `Guesses` names it."""
 
 
 def token_line(number: int, step: Step, piece: str) -> str:
@@ -43,6 +47,23 @@ def _kernel_lines(drives: Drives) -> list[tuple[str, str]]:
     return lines
 
 
+def prefetch_lines(engine: Engine) -> list[tuple[str, str]]:
+    """What became of guesses, and how good they were in which layers; nothing when there were none."""
+    prefetch, guesses = engine.model.prefetch, engine.experts.stats.guesses
+    if prefetch is None:
+        return []
+    fates = ", ".join(f"{size(getattr(guesses, fate))} {fate.replace('_', ' ')}" for fate in FATES)
+    lines = [("prefetch", f"{size(guesses.issued)} guessed: {fates}")]
+    for predictor in PREDICTORS:
+        recalls = dict(prefetch.recalls(predictor))
+        if recalls:
+            mean = statistics.mean(recalls.values())
+            worst, best = min(recalls, key=recalls.__getitem__), max(recalls, key=recalls.__getitem__)
+            ends = f"layer {worst} {recalls[worst]:.0%}, layer {best} {recalls[best]:.0%}"
+            lines.append((f"  {predictor}", f"named {mean:.0%} of what was routed; {ends}"))
+    return lines
+
+
 def table(session: Session, steps: Sequence[Step]) -> str:
     """The run in a few rows: prompt, tokens, experts, memory."""
     from tabulate import tabulate
@@ -66,6 +87,7 @@ def table(session: Session, steps: Sequence[Step]) -> str:
         ]
     rows += [
         ("experts", f"{stats.hits:,} hits, {stats.misses:,} misses, {stats.evictions:,} evictions"),
+        *prefetch_lines(engine),
         ("expert cache", f"{size(stats.peak_bytes)} at most, of {size(engine.experts.budget_bytes)}"),
         *read_lines(engine),
         ("memory", f"{size(peak_rss_bytes())} at most, {size(plan.total)} planned, of {size(plan.limit)}"),

@@ -1,4 +1,4 @@
-"""Where output goes and how it ends: the answer on stdout, everything else on stderr, and a stop between layers.
+"""Where output goes and how it ends: the answer on stdout, everything else on stderr, and a stop when asked.
 
 stdout may be a pipe that closes or a disk that fills; both are reported by `write`. stderr is for people: what
 cannot be written there is let go, so that a lost message never costs an answer.
@@ -107,7 +107,7 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Progress]:
 
 
 class Interrupts:
-    """SIGINT and SIGTERM as a flag that the model looks at between two layers.
+    """SIGINT and SIGTERM as a flag that the model looks at between experts, and while it waits for drives.
 
     The first of them asks to stop; the second ends the process at once. A Cancelled that leaves the block gets
     the exit status of its signal: 130, or 143 for SIGTERM.

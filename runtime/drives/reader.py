@@ -31,7 +31,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, nan
 
 from runtime.drives.buffers import Buffer, BufferPool
 from runtime.drives.crew import Counts, Crew, Errand, Fate, Report, Trace, Verify
@@ -68,6 +68,8 @@ GUESS = 1 << 62
 """Where prefetch stands in the queue of jobs that wait for memory: behind every barrier."""
 CLOSE_GRACE_S = 1.0
 """How long `close` waits for reads under way."""
+PULSE_S = 0.1
+"""Whoever waits is asked so often whether it still wants to."""
 
 
 # --- what comes back ---
@@ -219,25 +221,42 @@ class Reader:
             self._admit()
             self._landed.notify_all()
 
-    def as_landed(self, keys: Collection[Key], timeout: float | None = None) -> Iterator[Outcome]:
+    def as_landed(
+        self, keys: Collection[Key], timeout: float | None = None, pulse: Callable[[], None] | None = None
+    ) -> Iterator[Outcome]:
         """Yield the outcome of each key, as they come; a key that nobody reads and that has no outcome is Dropped.
 
-        Each outcome is given once, to one caller. Raises TimeoutError when nothing comes for `timeout` seconds, and
-        StorageError when the reader is closed or broken.
+        Each outcome is given once, to one caller. `pulse` is called every PULSE_S while nothing comes; what it raises
+        ends the wait. Raises TimeoutError when nothing comes for `timeout` seconds, and StorageError when the reader
+        is closed or broken.
         """
         left = dict.fromkeys(keys)
+        patience = inf if timeout is None else timeout
         while left:
-            with self._lock:
-                while not (ready := self._collect(left)):
-                    if not self._landed.wait(timeout):
+            until = time.monotonic() + patience
+            while True:
+                with self._lock:
+                    if ready := self._collect(left):
+                        break
+                    wait = until - time.monotonic()
+                    if wait <= 0:
                         raise TimeoutError(f"{len(left)} jobs have not ended: {list(left)[:4]}")
+                    wait = wait if pulse is None else min(wait, PULSE_S)
+                    if self._landed.wait(None if wait == inf else wait):
+                        until = time.monotonic() + patience
+                if pulse is not None:
+                    pulse()
             yield from ready
 
-    def poll(self, key: Key) -> Outcome | None:
-        """The outcome of a job, if it has ended; it is the caller's then. Never waits."""
+    def poll(self, keys: Iterable[Key]) -> list[Outcome]:
+        """The outcomes that `as_landed` would give at once. Never waits."""
         with self._lock:
-            self._settle(key, Fate.TAKEN)
-            return self._outcomes.pop(key, None)
+            return self._collect(dict.fromkeys(keys))
+
+    def judge(self, key: Key, fate: Fate) -> None:
+        """Whoever took a prefetch that had landed tells what became of it."""
+        if self._guess is not None:
+            self._guess(key, fate, nan, -1)
 
     def counts(self) -> tuple[dict[str, Counts], dict[str, Counts]]:
         """What was read so far, by drive and by kind (`demand`, `prefetch`, `check`, and what `kind_of` says)."""

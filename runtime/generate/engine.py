@@ -1,7 +1,7 @@
 """From token ids to token ids: a loaded model, and sessions that prefill a prompt and decode.
 
-A session's tokens depend on its prompt alone. It can be stopped between any two layers; what it had computed up to
-the last whole pass stays, so a prompt that extends it costs only the new part.
+A session's tokens depend on its prompt alone. It can be stopped at any time; what it had computed up to the last
+whole pass stays, so a prompt that extends it costs only the new part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.experts import COPYING, ExpertStore, staging_floor
-from runtime.weights.layout import Drives, Layout, open_drives
+from runtime.weights.heat import Heat
+from runtime.weights.layout import SMALL_BYTES, Drives, Layout, open_drives
+from runtime.weights.prefetch import Prefetch
 from runtime.weights.reads import PlainReads, Reads
 from runtime.weights.trunk import Precision, Trunk
+
+GUESSED_LAYERS = 4
+"""As many experts as so many layers' top-k may be guessed at once; one layer's, where experts are copied."""
 
 DEFAULT_CHUNK = 512
 """Prompt tokens computed together when nothing is asked for."""
@@ -131,6 +136,19 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     return tokenizer
 
 
+def _why_not(checkpoint: Checkpoint, drives: Drives | None, reuse: bool, prefetch: bool | None) -> str:
+    """Why no expert is read on a guess, or ""."""
+    if prefetch is False:
+        return "as asked"
+    if drives is None:
+        return "experts are read plainly"
+    if not reuse:
+        return "there is no expert cache"
+    if prefetch is None and checkpoint.expert_nbytes < SMALL_BYTES:
+        return "experts are small"
+    return ""
+
+
 @dataclass
 class Engine:
     """A checkpoint, loaded: serves any number of sessions, one after the other."""
@@ -147,6 +165,8 @@ class Engine:
     checks: ReadChecks
     drives: Drives | None = None
     """None when experts are read plainly from the model directory."""
+    prefetch: str = "off"
+    """`on`, or `off` with the reason."""
 
     @classmethod
     def load(
@@ -165,6 +185,7 @@ class Engine:
         layout: Layout | None = None,
         trace: TraceLog | None = None,
         verify_reads: VerifyReads = "first",
+        prefetch: bool | None = None,
         announce: Announce | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -175,6 +196,7 @@ class Engine:
         `snapshots`, what is set aside for those, are bytes (None: the default); `reuse` off keeps no expert between
         tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them are
         compared with the manifest; `trace`: what notes every read.
+        `prefetch`: whether experts are read on a guess; None: where they are large, which is where it can pay.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
@@ -191,6 +213,10 @@ class Engine:
             checks = ReadChecks.open(checkpoint, verify_reads, layout.paths(checkpoint.path))
             staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
             copies = backend in COPYING
+            unguided = _why_not(checkpoint, drives, reuse, prefetch)
+            guesses = 0 if unguided else checkpoint.config.num_experts_per_token * (1 if copies else GUESSED_LAYERS)
+            if copies and drives is not None:
+                staging += guesses * drives.unit_bytes
             threads = default_threads() if threads is None else threads
             plan = make_plan(
                 checkpoint,
@@ -213,20 +239,27 @@ class Engine:
             if drives is None:
                 reads: Reads = PlainReads(checkpoint, checks)
             else:
-                reads = drives.start(staging if copies else plan.expert_cache, checks if checks.active else None)
-            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads)
+                reads = drives.start(
+                    staging if copies else plan.expert_cache, checks if checks.active else None, guesses
+                )
+            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads, Heat.load(checkpoint))
+            if guesses and not experts.guess_limit:
+                unguided = "the expert cache holds one layer's experts and no more"
             weights = Trunk(checkpoint, ops, trunk, progress)
         except BaseException:
             if drives is not None:
                 drives.close()
             checkpoint.close()
             raise
-        model = K3(checkpoint.config, ops, weights, experts)
+        model = K3(checkpoint.config, ops, weights, experts, None if unguided else Prefetch(checkpoint.config, experts))
         seconds = time.perf_counter() - started
-        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives)
+        told = f"off: {unguided}" if unguided else "on"
+        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives, told)
 
     def close(self) -> None:
-        """Close drives and files. Generating afterwards is an error."""
+        """Keep what was learned of the experts, close drives and files. Generating afterwards is an error."""
+        if self.experts.heat is not None:
+            self.experts.heat.save()
         if self.drives is not None:
             self.drives.close()
         self.checkpoint.close()

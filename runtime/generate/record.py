@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def _io(engine: Engine) -> Record:
             "requested_bytes": checkpoint.bytes_read,
             "device_bytes": None,
             "by_drive": {MODEL: plain},
-            "by_kind": {"demand": demand, "trunk": checkpoint.bytes_read - demand},
+            "by_kind": {"demand": demand, "prefetch": 0, "trunk": checkpoint.bytes_read - demand},
+            "prefetch": _prefetch(engine),
         }
     counts, kinds, modes = engine.drives.counts()
     drives: dict[str, Record] = {
@@ -150,9 +152,16 @@ def _io(engine: Engine) -> Record:
         "requested_bytes": sum(drive["bytes"] for drive in drives.values()),
         "device_bytes": checkpoint.bytes_read + sum(c.device_bytes for c in counts.values()),
         "by_drive": drives,
-        "by_kind": {"demand": 0, **{kind: c.requested_bytes for kind, c in kinds.items()}}
+        "by_kind": {"demand": 0, "prefetch": 0, **{kind: c.requested_bytes for kind, c in kinds.items()}}
         | {"trunk": checkpoint.bytes_read},
+        "prefetch": _prefetch(engine),
     }
+
+
+def _prefetch(engine: Engine) -> dict[str, int]:
+    """What became of the bytes of experts that were guessed."""
+    guesses = engine.experts.stats.guesses
+    return {**asdict(guesses), "open": guesses.open}
 
 
 def _cache(engine: Engine) -> dict[str, int]:
@@ -185,6 +194,7 @@ def settings(engine: Engine) -> Record:
         "memory_bytes": engine.plan.limit,
         "expert_cache_bytes": engine.plan.expert_cache,
         "expert_reuse": engine.experts.reuse,
+        "prefetch": engine.prefetch,
         "drives": None if engine.drives is None else engine.drives.settings,
         "verify_reads": engine.checks.settings(),
         "trunk": engine.model.trunk.precision,

@@ -18,7 +18,8 @@ from runtime.config import ModelConfig
 from runtime.errors import Cancelled
 from runtime.model.state import KdaState, LayerState, State, new_state
 from runtime.ops import Array, LatentCache, Ops
-from runtime.weights.experts import ExpertStore
+from runtime.weights.experts import ExpertStore, Pulse
+from runtime.weights.prefetch import Prefetch
 from runtime.weights.trunk import LayerWeights, Trunk
 
 Tap = Callable[[int, Array], None]
@@ -28,11 +29,15 @@ Tap = Callable[[int, Array], None]
 class K3:
     """The model: holds no state of a sequence, so one instance serves many."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, trunk: Trunk, experts: ExpertStore) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, trunk: Trunk, experts: ExpertStore, prefetch: Prefetch | None = None
+    ) -> None:
+        """Without `prefetch`, nothing is guessed."""
         self.config = config
         self.ops = ops
         self.trunk = trunk
         self.experts = experts
+        self.prefetch = prefetch
 
     def new_state(self, capacity: int) -> State:
         """The state before the first token, with room for `capacity` tokens."""
@@ -50,16 +55,22 @@ class K3:
         """Run the tokens `ids` [T] through all layers and advance `state` by T [3.1].
 
         Returns the logits of the last row [1, V], of all rows [T, V], or None.
-        Raises Cancelled between layers when `cancelled()` says so; `state` is then as it was.
+        Raises Cancelled when `cancelled()` says so, which is asked between layers and experts and while reads are
+        waited for; `state` is then as it was.
         """
         config, ops, trunk = self.config, self.ops, self.trunk
         eps = config.rms_norm_eps
         h = ops.embed(trunk.embed_tokens, ids)
         snapshots: list[Array] = []
         new_layers: list[LayerState] = []
-        for layer in range(config.num_hidden_layers):
+        layer = 0
+
+        def pulse() -> None:
             if cancelled is not None and cancelled():
-                raise Cancelled(f"stopped before layer {layer}, as asked")
+                raise Cancelled(f"stopped in layer {layer}, as asked")
+
+        for layer in range(config.num_hidden_layers):
+            pulse()
             w = trunk.layer(layer)
             p = h
             m = self.attn_res([*snapshots, p], w, "self_attention_res") if snapshots else p
@@ -71,12 +82,14 @@ class K3:
             new_layers.append(new_layer)
             p = y if restart else ops.add(p, y)
             m = self.attn_res([*snapshots, p], w, "mlp_res")
-            f = self.feed_forward(layer, ops.rms_norm(m, w["post_attention_layernorm"], eps), w)
+            x = ops.rms_norm(m, w["post_attention_layernorm"], eps)
+            f = self.feed_forward(layer, x, w, [*snapshots, p], pulse)
             h = ops.add(p, f)  # the mixtures are only ever inputs
             if tap is not None:
                 tap(layer, h)
         out = None if logits == "none" else self.head([*snapshots, h], last_only=logits == "last")
         state.commit(new_layers, len(ids))
+        self.experts.end_of_token()
         return out
 
     def head(self, sources: Sequence[Array], last_only: bool) -> Array:
@@ -150,11 +163,11 @@ class K3:
             o = ops.gate(o, ops.linear(x, w["self_attn.g_proj"]))
         return ops.linear(o, w["self_attn.o_proj"])
 
-    def feed_forward(self, layer: int, x: Array, w: LayerWeights) -> Array:
+    def feed_forward(self, layer: int, x: Array, w: LayerWeights, sources: Sequence[Array], pulse: Pulse) -> Array:
         """The dense MLP of the first layers, or the stable LatentMoE [3.5, 3.6]."""
         if not self.config.is_moe(layer):
             return self.mlp(x, w, "mlp")
-        return self.latent_moe(layer, x, w)
+        return self.latent_moe(layer, x, w, sources, pulse)
 
     def mlp(self, x: Array, w: LayerWeights, prefix: str) -> Array:
         """SiTU(x·gateᵀ, x·upᵀ)·downᵀ [3.7]."""
@@ -164,23 +177,39 @@ class K3:
         a = ops.situ(g, u, config.activation_situ_beta, config.activation_situ_linear_beta)
         return ops.linear(a, w[f"{prefix}.down_proj"])
 
-    def latent_moe(self, layer: int, x: Array, w: LayerWeights) -> Array:
+    def route(self, x: Array, w: LayerWeights) -> tuple[npt.NDArray[np.int64], Array]:
+        """The experts of each row, best first, and their weights: (ids [T, k], weights [T, k]) [3.5]."""
+        return self.ops.route(
+            self.ops.linear(x, w["block_sparse_moe.gate"]),
+            w["block_sparse_moe.gate.e_score_correction_bias"],
+            self.config.num_experts_per_token,
+            self.config.moe_renormalize,
+            self.config.routed_scaling_factor,
+        )
+
+    def look_ahead(self, layer: int, sources: Sequence[Array]) -> npt.NDArray[np.int64] | None:
+        """What a layer would route to if nothing were added before it: ids [T, k], or None behind the last layer."""
+        if layer == self.config.num_hidden_layers:
+            return None
+        w = self.trunk.layer(layer)
+        m = self.attn_res(sources, w, "mlp_res")
+        return self.route(self.ops.rms_norm(m, w["post_attention_layernorm"], self.config.rms_norm_eps), w)[0]
+
+    def latent_moe(self, layer: int, x: Array, w: LayerWeights, sources: Sequence[Array], pulse: Pulse) -> Array:
         """Routed experts in the latent space, beside the shared ones, which are computed while the others are read.
 
-        Each distinct expert is asked for once and serves all its rows.
+        Each distinct expert is asked for once and serves all its rows. `sources` are what x was mixed from: enough to
+        guess what the next layer will route to, once this layer's own reads have begun.
         """
         ops, config = self.ops, self.config
-        ids, weights = ops.route(
-            ops.linear(x, w["block_sparse_moe.gate"]),
-            w["block_sparse_moe.gate.e_score_correction_bias"],
-            config.num_experts_per_token,
-            config.moe_renormalize,
-            config.routed_scaling_factor,
-        )
+        ids, weights = self.route(x, w)
         outputs: dict[int, Array] = {}
-        with closing(self.experts.plan(layer, ids)) as routed:
+        with closing(self.experts.plan(layer, ids, pulse)) as routed:
             z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
             shared = self.mlp(x, w, "block_sparse_moe.shared_experts")
+            if self.prefetch is not None:
+                self.prefetch.routed(layer, ids)
+                self.prefetch.guess(layer, self.look_ahead(layer + 1, [*sources[:-1], ops.add(sources[-1], shared)]))
             for expert, packed in routed:
                 chosen_by = np.flatnonzero((ids == expert).any(axis=1))
                 outputs[expert] = ops.expert_mlp(

@@ -1,16 +1,24 @@
 """The expert store: what the model asks for routed experts.
 
 `plan` names what a layer needs and yields each expert as it is at hand; the model calls `release` when it has
-computed with it. Between tokens experts stay in a cache of a fixed number of bytes, the least recently used going
-first; an expert that is in use is never dropped. The answer never depends on what is cached.
+computed with it. Between tokens experts stay in a cache of a fixed number of bytes; what is being read counts in it,
+guesses included. The answer never depends on what is cached or guessed.
+
+What goes first when room is needed is what is least likely to be wanted when its layer comes next (`worth.py`);
+an expert that is in use is never dropped.
+
+A guess (`hint`) is read when the drives have nothing better to do. It has a place of its own only as far as the
+budget goes beyond one layer's top-k, takes the place of nothing that is more likely to be wanted, and gives its own
+up to whatever is wanted for sure. When its layer comes, each one is settled: it has landed in time, is under way and
+becomes demand, or is not wanted and is cancelled. Every guessed byte is in exactly one account of `Guesses`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +26,45 @@ import numpy.typing as npt
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.errors import DoesNotFitError
 from runtime.ops import Ops, Weight
-from runtime.weights.reads import PlainReads, Reads, Release
+from runtime.weights.heat import Heat
+from runtime.weights.reads import Arrival, PlainReads, Reads, Release, nothing
+from runtime.weights.worth import Key, Worth
 
 COPYING = ("mlx",)
 """Backends that keep a copy of an expert, and need the bytes it was read into no longer."""
+
+Pulse = Callable[[], None]
+"""Called between experts and while reads are waited for; what it raises ends the plan."""
+
+
+@dataclass
+class Guesses:
+    """Bytes of guessed experts, each in whole: issued = in time + late + cancelled + wasted + open, always.
+
+    issued: the reads that were asked for. in_time: landed before they were wanted. late: under way when they were
+    wanted, and not read again. cancelled: not landed when nobody wanted them, or their room was needed; some of it
+    may have been read. wasted: landed and dropped, never wanted.
+    """
+
+    issued: int = 0
+    in_time: int = 0
+    late: int = 0
+    cancelled: int = 0
+    wasted: int = 0
+
+    @property
+    def open(self) -> int:
+        """Under way or landed, and not wanted yet."""
+        return self.issued - self.in_time - self.late - self.cancelled - self.wasted
 
 
 @dataclass
 class CacheStats:
     """Counts since the store was opened.
 
-    `wanted` counts each distinct expert of each plan, `hits` those that were held, `reads` those that were read and
-    `bytes_read` their packed bytes. `bytes_held` is memory, of experts that are being read too.
+    `wanted` counts each distinct expert of each plan, `hits` those that were held, guesses that had landed among them,
+    and `reads` those that were read to be used, ahead of time or then; `bytes_read` are their packed bytes.
+    `bytes_held` is memory, of experts that are being read too.
     """
 
     wanted: int = 0
@@ -39,6 +74,7 @@ class CacheStats:
     bytes_read: int = 0
     bytes_held: int = 0
     peak_bytes: int = 0
+    guesses: Guesses = field(default_factory=Guesses)
 
     @property
     def misses(self) -> int:
@@ -61,69 +97,79 @@ def check_budget(checkpoint: Checkpoint, budget_bytes: int, unit_bytes: int | No
         )
 
 
+@dataclass(slots=True)
+class _Held:
+    """An expert in memory: as it was read, then in the backend's form. guess: it was guessed and never wanted."""
+
+    packed: PackedExpert | None
+    release: Release
+    weight: Weight = None
+    guess: bool = False
+
+    def use(self, ops: Ops) -> Weight:
+        """The weights, in the backend's form."""
+        if self.packed is not None:
+            self.weight = ops.expert(self.packed)
+            self.packed = None
+            if ops.name in COPYING:
+                self.release()
+                self.release = nothing
+        return self.weight
+
+
 class ExpertStore:
     """Has experts read and keeps up to `budget_bytes` of them, those that are being read included.
 
-    With `reuse` off, nothing is kept once it is released (`--expert-cache off`). `reads`: where they come from; the
-    model directory, plainly, when nothing is given.
-    Raises DoesNotFitError when the budget is below one layer's top-k.
+    With `reuse` off, nothing is kept once it is released (`--expert-cache off`), and nothing guessed. `reads`: where
+    they come from; the model directory, plainly, when nothing is given. `heat`: what is known of the experts, and
+    learned here. Raises DoesNotFitError when the budget is below one layer's top-k.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: Ops, budget_bytes: int, reuse: bool = True, reads: Reads | None = None
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        budget_bytes: int,
+        reuse: bool = True,
+        reads: Reads | None = None,
+        heat: Heat | None = None,
     ) -> None:
         self._reads = reads or PlainReads(checkpoint)
         check_budget(checkpoint, budget_bytes, self._reads.unit_bytes)
         self.budget_bytes = budget_bytes
         self.reuse = reuse
         self.stats = CacheStats()
+        spare = budget_bytes // self._reads.unit_bytes - checkpoint.config.num_experts_per_token
+        self.guess_limit = min(spare, self._reads.guesses) if reuse else 0
+        """How many guessed experts may be under way, or landed and unsettled, at once."""
+        self.heat = heat
         self._checkpoint = checkpoint
         self._ops = ops
-        self._held: OrderedDict[tuple[int, int], tuple[Weight, Release]] = OrderedDict()
-        self._in_use: set[tuple[int, int]] = set()
-        self._under_way: set[tuple[int, int]] = set()
+        self._worth = Worth(checkpoint.config, heat)
+        self._held: dict[Key, _Held] = {}
+        self._in_use: set[Key] = set()
+        self._under_way: set[Key] = set()
+        self._missing: deque[int] = deque()
+        self._guessed: dict[Key, None] = {}
+        self._packed: list[Key] = []
+        self._wishes: deque[Key] = deque()
+        self._wish_worth = 0.0
 
-    def plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Generator[tuple[int, Weight], None, None]:
-        """Yield each distinct expert of ids [T, k] once, with its weights: cached ones first, then as they land.
+    # --- for the model ---
+
+    def plan(
+        self, layer: int, ids: npt.NDArray[np.int64], pulse: Pulse | None = None
+    ) -> Generator[tuple[int, Weight], None, None]:
+        """Yield each distinct expert of ids [T, k] once, with its weights: those at hand first, then as they land.
 
         What is missing is asked for here and now, in disk order, as far as the budget goes; the rest follows as
-        experts are released. Close it when not all are taken: what is not released by then is.
-        Raises StorageError when an expert cannot be read, CheckpointError when its bytes cannot be weights.
+        experts are released. Close it when not all are taken: what is not released by then is. One plan at a time.
+        Raises StorageError when an expert cannot be read, CheckpointError when its bytes cannot be weights, and what
+        `pulse` raises.
         """
-        begun = self._plan(layer, ids)
+        begun = self._plan(layer, ids, pulse)
         next(begun)
         return begun
-
-    def _plan(self, layer: int, ids: npt.NDArray[np.int64]) -> Generator[tuple[int, Weight], None, None]:
-        """`plan`, with a first stop where everything is under way and nothing is taken."""
-        wanted = {(layer, int(e)) for e in np.unique(ids)}
-        cached = sorted(key for key in wanted if key in self._held)
-        missing = deque(self._checkpoint.disk_order(layer, [e for _, e in wanted.difference(cached)]))
-        self.stats.wanted += len(wanted)
-        self.stats.hits += len(cached)
-        self._in_use.update(cached)  # so that no read below evicts one of them
-        try:
-            wave = self._submit(layer, missing)
-            yield -1, None
-            for key in cached:
-                self._held.move_to_end(key)
-                yield key[1], self._held[key][0]
-                wave += self._submit(layer, missing)
-            while wave or missing:
-                if not wave:
-                    raise AssertionError("the expert store is full of experts in use: release each one before the next")
-                with closing(self._reads.landed(layer, wave)) as landing:  # type: ignore[type-var]
-                    wave = []
-                    for e, packed, give_back in landing:
-                        yield e, self._take((layer, e), packed, give_back)
-                        wave += self._submit(layer, missing)
-        finally:  # also when the model stopped in the middle and released nothing
-            if self._under_way:
-                self._reads.cancel(layer, [e for _, e in self._under_way])
-                self.stats.bytes_held -= len(self._under_way) * self._reads.unit_bytes
-                self._under_way.clear()
-            for key in wanted & self._in_use:
-                self.release(*key)
 
     def release(self, layer: int, expert: int) -> None:
         """The model has computed with the expert: it may be dropped."""
@@ -131,50 +177,187 @@ class ExpertStore:
         if not self.reuse:
             self._drop((layer, expert))
 
-    def _submit(self, layer: int, missing: deque[int]) -> list[int]:
-        """Have as many of these read as may be under way and there is room for; they are taken off the list."""
-        wave: list[int] = []
-        while missing and len(self._under_way) < self._reads.ahead and self._make_room():
-            wave.append(missing.popleft())
-            self._under_way.add((layer, wave[-1]))
-            self.stats.bytes_held += self._reads.unit_bytes
-        self.stats.peak_bytes = max(self.stats.peak_bytes, self.stats.bytes_held)
-        if wave:
-            self._reads.submit(layer, wave)
-        return wave
+    def hint(self, layer: int, experts: Iterable[int], worth: float) -> None:
+        """`layer` may come to want these, the likeliest first, each with the chance `worth`. Replaces the last hint."""
+        self._wish_worth = worth
+        self._wishes = deque((layer, expert) for expert in experts)
+        self._guess()
 
-    def _take(self, key: tuple[int, int], packed: PackedExpert, give_back: Release) -> Weight:
-        """An expert has landed."""
+    def end_of_token(self) -> None:
+        """A pass through all layers is complete."""
+        if self.heat is not None:
+            self.heat.end_of_pass()
+
+    # --- a plan ---
+
+    def _plan(
+        self, layer: int, ids: npt.NDArray[np.int64], pulse: Pulse | None
+    ) -> Generator[tuple[int, Weight], None, None]:
+        """`plan`, with a first stop where everything is under way and nothing is taken."""
+        chosen = np.unique(ids)
+        wanted = {(layer, int(e)) for e in chosen}
+        late = self._settle(layer, wanted)
+        cached = sorted(key for key in wanted if key in self._held)
+        self._missing = deque(self._checkpoint.disk_order(layer, [e for _, e in wanted.difference(cached, late)]))
+        self._in_use.update(cached)  # so that no read below evicts one of them
+        self._count(wanted, cached)
+        self._worth.visit(layer, chosen)
         try:
-            weight = self._ops.expert(packed)
-        except BaseException:
-            give_back()
-            raise
-        if self._ops.name in COPYING:
-            give_back()
-            give_back = _nothing
-        self._under_way.remove(key)
-        self._held[key] = weight, give_back
-        self._in_use.add(key)
+            wave = self._submit(layer, [e for _, e in late])
+            yield -1, None
+            self._unpack()
+            for key in cached:
+                if pulse is not None:
+                    pulse()
+                yield key[1], self._held[key].use(self._ops)
+                wave += self._submit(layer)
+            while wave or self._missing:
+                if not wave:
+                    raise AssertionError("the expert store is full of experts in use: release each one before the next")
+                with closing(self._reads.landed(layer, wave, pulse)) as landing:  # type: ignore[type-var]
+                    wave = []
+                    for arrival in landing:
+                        yield arrival.expert, self._take(layer, arrival)
+                        if pulse is not None:
+                            pulse()
+                        wave += self._submit(layer)
+        finally:  # also when the model stopped in the middle and released nothing
+            self._missing.clear()
+            if self._under_way:
+                self._reads.cancel(layer, [e for _, e in self._under_way])
+                self.stats.bytes_held -= len(self._under_way) * self._reads.unit_bytes
+                self._under_way.clear()
+            for key in wanted & self._in_use:
+                self.release(*key)
+
+    def _count(self, wanted: set[Key], cached: list[Key]) -> None:
+        self.stats.wanted += len(wanted)
+        self.stats.hits += len(cached)
+        for key in cached:
+            if (held := self._held[key]).guess:
+                held.guess = False
+                self.stats.guesses.in_time += self._checkpoint.expert_nbytes
+                self._reads.judge(*key, needed=True)
+                self._count_read()
+
+    def _count_read(self) -> None:
         self.stats.reads += 1
         self.stats.bytes_read += self._checkpoint.expert_nbytes
+
+    def _submit(self, layer: int, late: list[int] | None = None) -> list[int]:
+        """Have as many of what is missing read as may be under way and there is room for; then guesses.
+
+        late: of what was guessed, what is wanted and has not landed. It has its room.
+        """
+        wave = late or []
+        self._under_way.update((layer, e) for e in wave)
+        while self._missing and len(self._under_way) < self._reads.ahead and self._make_room():
+            wave.append(self._missing.popleft())
+            self._under_way.add((layer, wave[-1]))
+        if wave:
+            self._reads.submit(layer, wave)
+        if self._wishes and not self._missing:
+            self._guess()
+        return wave
+
+    def _take(self, layer: int, arrival: Arrival) -> Weight:
+        """An expert has landed."""
+        key, held = (layer, arrival.expert), _Held(arrival.packed, arrival.release)
+        try:
+            weight = held.use(self._ops)
+        except BaseException:
+            held.release()
+            raise
+        self._under_way.remove(key)
+        self._hold(key, held)
+        self._in_use.add(key)
+        self._count_read()
         return weight
 
-    def _make_room(self) -> bool:
-        """Drop the least recently used until one more fits; False when all are in use."""
+    # --- guesses ---
+
+    def _settle(self, layer: int, wanted: set[Key]) -> list[Key]:
+        """The layer is there: what was guessed for it is held, cancelled, or wanted and under way. Returns the last."""
+        self._wishes.clear()
+        guessed = [key for key in self._guessed if key[0] == layer]
+        if not guessed:
+            return []
+        self._collect(layer, guessed)
+        late = [key for key in guessed if key in self._guessed and key in wanted]
+        for key in late:
+            del self._guessed[key]
+        self.stats.guesses.late += len(late) * self._checkpoint.expert_nbytes
+        self._give_up([key for key in guessed if key in self._guessed])
+        return late
+
+    def _collect(self, layer: int, guessed: list[Key]) -> None:
+        """Hold what has landed of these; what will not come makes room."""
+        arrivals, gone = self._reads.settle(layer, [e for _, e in guessed])
+        for arrival in arrivals:
+            del self._guessed[layer, arrival.expert]
+            self._hold((layer, arrival.expert), _Held(arrival.packed, arrival.release, guess=True))
+            self._packed.append((layer, arrival.expert))
+        self._give_up([(layer, e) for e in gone])
+
+    def _unpack(self) -> None:
+        """Bring landed guesses into the backend's form: where that is a copy, their buffers are needed."""
+        for key in self._packed:
+            if (held := self._held.get(key)) is not None:
+                held.use(self._ops)
+        self._packed.clear()
+
+    def _give_up(self, keys: list[Key]) -> None:
+        """These guesses are not read any more, or never were."""
+        for key in keys:
+            del self._guessed[key]
+            self._reads.cancel(key[0], [key[1]])
+            self.stats.bytes_held -= self._reads.unit_bytes
+            self.stats.guesses.cancelled += self._checkpoint.expert_nbytes
+
+    def _guess(self) -> None:
+        """Have wishes read, as far as there is room for them and every read that is wanted for sure has begun."""
+        begun: list[int] = []
+        while self._wishes and not self._missing and len(self._guessed) < self.guess_limit:
+            key = self._wishes[0]
+            if key not in self._held and key not in self._guessed and key not in self._under_way:
+                if not self._make_room(self._wish_worth):
+                    break
+                self._guessed[key] = None
+                begun.append(key[1])
+            self._wishes.popleft()
+        if begun:
+            self.stats.guesses.issued += len(begun) * self._checkpoint.expert_nbytes
+            self._reads.guess(key[0], begun)
+
+    # --- room ---
+
+    def _make_room(self, worth: float | None = None) -> bool:
+        """Room for one more: take it, after dropping what is worth least. False when all is in use.
+
+        For a guess, only what is worth less than it goes; for demand, guesses go too.
+        """
         while self.stats.bytes_held + self._reads.unit_bytes > self.budget_bytes:
-            idle = next((key for key in self._held if key not in self._in_use), None)
-            if idle is None:
+            idle = self._worth.least(self._in_use, worth)
+            if idle is not None:
+                self._drop(idle)
+                self.stats.evictions += 1
+            elif self._guessed and worth is None:
+                self._give_up([next(reversed(self._guessed))])
+            else:
                 return False
-            self._drop(idle)
-            self.stats.evictions += 1
+        self.stats.bytes_held += self._reads.unit_bytes
+        self.stats.peak_bytes = max(self.stats.peak_bytes, self.stats.bytes_held)
         return True
 
-    def _drop(self, key: tuple[int, int]) -> None:
-        _, give_back = self._held.pop(key)
+    def _hold(self, key: Key, held: _Held) -> None:
+        self._held[key] = held
+        self._worth.enter(key)
+
+    def _drop(self, key: Key) -> None:
+        held = self._held.pop(key)
+        self._worth.leave(key)
         self.stats.bytes_held -= self._reads.unit_bytes
-        give_back()
-
-
-def _nothing() -> None:
-    """The bytes were given back before."""
+        if held.guess:
+            self.stats.guesses.wasted += self._checkpoint.expert_nbytes
+            self._reads.judge(*key, needed=False)
+        held.release()

@@ -165,10 +165,10 @@ class Drives:
             said.append(f"{device.name}: {facts['experts']:,} of {total:,} experts, {device.mode}{_manner(facts)}")
         return said + self.notes
 
-    def start(self, budget_bytes: int, verify: Verify | None = None) -> DriveReads:
+    def start(self, budget_bytes: int, verify: Verify | None = None, guesses: int = 0) -> DriveReads:
         """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to.
 
-        verify: looks at what is read, see `Reader`.
+        verify: looks at what is read, see `Reader`; guesses: how many experts may be guessed at once.
         """
         pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
         drives = list(zip(self._devices, self._specs, strict=True))
@@ -177,9 +177,8 @@ class Drives:
             drives, pool, policy=POLICY, uplinks=self._uplinks, verify=verify, trace=trace, guess=guess
         )
         self._witness = Witness(self._disks)
-        return DriveReads(
-            self._checkpoint, self.placement, self.reader, self.unit_bytes, budget_bytes // self.unit_bytes
-        )
+        ahead = budget_bytes // self.unit_bytes
+        return DriveReads(self._checkpoint, self.placement, self.reader, self.unit_bytes, ahead, guesses)
 
     def counts(self) -> tuple[dict[str, Counts], dict[str, Counts], dict[str, str]]:
         """By drive, by kind, and the mode of each drive."""

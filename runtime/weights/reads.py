@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.drives.buffers import Buffer
-from runtime.drives.jobs import Job
+from runtime.drives.crew import Fate
+from runtime.drives.jobs import Job, Priority
 from runtime.drives.reader import Landed, Lost, Reader
-from runtime.errors import StorageError
+from runtime.errors import CheckpointError, StorageError
 from runtime.weights.checks import ReadChecks
 from runtime.weights.placement import MODEL, Placement
 
@@ -26,33 +27,64 @@ PATIENCE_S = 300.0
 Release = Callable[[], None]
 
 
+def nothing() -> None:
+    """The release of memory that goes with its arrays."""
+
+
+class Arrival(NamedTuple):
+    """An expert that has been read; `release` gives its memory back, once."""
+
+    expert: int
+    packed: PackedExpert
+    release: Release
+
+
 class Reads(Protocol):
-    """What the store needs. unit_bytes: what one expert takes in memory; ahead: how many may be under way at once."""
+    """What the store needs.
+
+    unit_bytes: what one expert takes in memory; ahead: how many may be under way at once; guesses: how many of them
+    may have been guessed, 0 where nothing is read before it is waited for.
+    """
 
     unit_bytes: int
     ahead: int
+    guesses: int
 
     def submit(self, layer: int, experts: Sequence[int]) -> None:
-        """Begin to read; does not wait."""
+        """Begin to read; does not wait. What was guessed is not read again."""
         ...
 
-    def landed(self, layer: int, experts: Collection[int]) -> Iterator[tuple[int, PackedExpert, Release]]:
-        """Yield these, which were submitted, as they come; the release gives the memory back, once.
+    def landed(
+        self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None
+    ) -> Iterator[Arrival]:
+        """Yield these, which were submitted, as they come; `pulse` is called time and again while it waits.
 
-        When it is closed, those it has not yielded are cancelled.
-        Raises StorageError naming layer, expert and place, CheckpointError for bytes that cannot be weights.
+        When it is closed, or `pulse` raises, those it has not yielded are cancelled. Raises StorageError naming layer,
+        expert and place, CheckpointError for bytes that cannot be weights.
         """
         ...
 
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        """Read these when there is nothing better to do. Never waits."""
+        ...
+
+    def settle(self, layer: int, experts: Collection[int]) -> tuple[list[Arrival], list[int]]:
+        """Of what was guessed: what has landed, the caller's from now on, and what will not come. Never waits."""
+        ...
+
+    def judge(self, layer: int, expert: int, needed: bool) -> None:
+        """What was guessed, landed and taken is needed now, or goes unused."""
+        ...
+
     def cancel(self, layer: int, experts: Collection[int]) -> None:
-        """Nobody wants these any more, which were submitted and not waited for."""
+        """Nobody wants these any more, which were submitted or guessed and not taken."""
         ...
 
 
 class PlainReads:
     """Reads an expert when it is waited for."""
 
-    ahead = 1
+    ahead, guesses = 1, 0
 
     def __init__(self, checkpoint: Checkpoint, checks: ReadChecks | None = None) -> None:
         self.unit_bytes = checkpoint.expert_nbytes
@@ -61,40 +93,51 @@ class PlainReads:
     def submit(self, layer: int, experts: Sequence[int]) -> None:
         """There is nobody to begin."""
 
-    def landed(self, layer: int, experts: Collection[int]) -> Iterator[tuple[int, PackedExpert, Release]]:
+    def landed(
+        self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None
+    ) -> Iterator[Arrival]:
         for expert in experts:
             data = np.empty(self.unit_bytes, np.uint8)
             self._checkpoint.read_expert(layer, expert, data, check=False)
             if self._checks is not None:
                 self._checks.whole(MODEL, layer, expert, data.data)
-            yield expert, self._checkpoint.view_expert(layer, expert, data), _nothing
+            yield Arrival(expert, self._checkpoint.view_expert(layer, expert, data), nothing)
+
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        raise AssertionError("nothing is read here before it is waited for")
+
+    def settle(self, layer: int, experts: Collection[int]) -> tuple[list[Arrival], list[int]]:
+        return [], list(experts)
+
+    def judge(self, layer: int, expert: int, needed: bool) -> None:
+        """There are no guesses."""
 
     def cancel(self, layer: int, experts: Collection[int]) -> None:
         """Nothing was begun."""
-
-
-def _nothing() -> None:
-    """The memory goes with the arrays."""
 
 
 class DriveReads:
     """Reads through a `Reader`: all experts of a call are one barrier, and each may come from any of its holders."""
 
     def __init__(
-        self, checkpoint: Checkpoint, placement: Placement, reader: Reader, unit_bytes: int, ahead: int
+        self, checkpoint: Checkpoint, placement: Placement, reader: Reader, unit_bytes: int, ahead: int, guesses: int
     ) -> None:
-        self.unit_bytes, self.ahead = unit_bytes, ahead
+        self.unit_bytes, self.ahead, self.guesses = unit_bytes, ahead, guesses
         self._checkpoint, self._placement, self._reader = checkpoint, placement, reader
         self._barrier = 0
 
     def submit(self, layer: int, experts: Sequence[int]) -> None:
         self._barrier += 1
-        spans = self._placement.spans
-        self._reader.submit([Job((layer, e), spans(layer, e), barrier=self._barrier) for e in experts])
+        self._reader.submit(self._jobs(layer, experts, Priority.DEMAND, self._barrier))
 
-    def landed(self, layer: int, experts: Collection[int]) -> Iterator[tuple[int, PackedExpert, Release]]:
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        self._reader.submit(self._jobs(layer, experts, Priority.PREFETCH, self._barrier + 1))
+
+    def landed(
+        self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None
+    ) -> Iterator[Arrival]:
         left = {(layer, e) for e in experts}
-        outcomes = self._reader.as_landed(tuple(left), PATIENCE_S)
+        outcomes = self._reader.as_landed(tuple(left), PATIENCE_S, pulse)
         try:
             for outcome in outcomes:
                 left.remove(outcome.key)  # type: ignore[arg-type]
@@ -103,7 +146,7 @@ class DriveReads:
                     raise outcome.error(f"layer {layer} expert {expert}")
                 if not isinstance(outcome, Landed):
                     raise StorageError(f"layer {layer} expert {expert}: its read was cancelled")
-                yield expert, self._view(layer, expert, outcome.buffer), outcome.buffer.release
+                yield self._arrival(layer, expert, outcome.buffer)
         except TimeoutError:
             raise StorageError(
                 f"layer {layer}: {len(left)} experts, {min(left)[1]} among them, have not come and nothing else has "
@@ -117,12 +160,32 @@ class DriveReads:
                         if isinstance(outcome, Landed):
                             outcome.buffer.release()
 
+    def settle(self, layer: int, experts: Collection[int]) -> tuple[list[Arrival], list[int]]:
+        arrivals, gone = [], []
+        for outcome in self._reader.poll([(layer, e) for e in experts]):
+            expert = outcome.key[1]  # type: ignore[index]
+            try:
+                if isinstance(outcome, Landed):
+                    arrivals.append(self._arrival(layer, expert, outcome.buffer))
+                    continue
+            except CheckpointError:
+                pass  # who wants it for sure reads it again, and is told
+            gone.append(expert)
+        return arrivals, gone
+
+    def judge(self, layer: int, expert: int, needed: bool) -> None:
+        self._reader.judge((layer, expert), Fate.NEEDED if needed else Fate.UNUSED)
+
     def cancel(self, layer: int, experts: Collection[int]) -> None:
         self._reader.cancel([(layer, e) for e in experts])
 
-    def _view(self, layer: int, expert: int, buffer: Buffer) -> PackedExpert:
+    def _jobs(self, layer: int, experts: Sequence[int], priority: Priority, barrier: int) -> list[Job]:
+        return [Job((layer, e), self._placement.spans(layer, e), priority, barrier) for e in experts]
+
+    def _arrival(self, layer: int, expert: int, buffer: Buffer) -> Arrival:
         try:
-            return self._checkpoint.view_expert(layer, expert, np.frombuffer(buffer.view, np.uint8))
+            packed = self._checkpoint.view_expert(layer, expert, np.frombuffer(buffer.view, np.uint8))
         except BaseException:
             buffer.release()
             raise
+        return Arrival(expert, packed, buffer.release)

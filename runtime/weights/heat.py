@@ -1,0 +1,125 @@
+"""How often each expert is wanted, learned over all runs of a model: advice for the cache and for copies.
+
+An expert counts once for a pass that wants it, however many rows do. Counts fade with a half-life, so that what is
+learned follows what is asked. They are kept in `heat/FINGERPRINT.safetensors` of the program's home, written whole
+when an engine closes, and from time to time. Runs at the same time add up: what a run has counted is added to what
+is in the file by then; of two that write in the same moment, the later one's counts are kept.
+
+Nothing here is ever needed: what cannot be read is as good as nothing learned, what cannot be written is lost, and
+`note` says so, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from runtime.checkpoint import Checkpoint
+from runtime.home import home, write_whole
+
+HALF_LIFE = 8192
+"""Passes after which a count is worth half."""
+
+DOUBT = 32
+"""Passes that want nothing, added to those there were: a few passes say little."""
+
+SAVE_AFTER_S = 60.0
+"""A long run saves what it has learned so often."""
+
+FORMAT = "expertstream.heat/1"
+
+_FADE = 0.5 ** (1 / HALF_LIFE)
+
+Table = npt.NDArray[np.float64]
+
+
+class Heat:
+    """What is known of a model's experts.
+
+    `counts` [MoE layers, experts]: passes that wanted each expert, and `passes`: all of them, both faded. `note`: what
+    was wrong with the file, for a person, or "".
+    """
+
+    def __init__(self, path: Path, fingerprint: str, layers: Sequence[int], experts: int) -> None:
+        self.path, self.note = path, ""
+        self.counts: Table = np.zeros((len(layers), experts))
+        self.passes = 0.0
+        self._fingerprint = fingerprint
+        self._rows = {layer: row for row, layer in enumerate(layers)}
+        self._own: Table = np.zeros_like(self.counts)
+        self._own_passes, self._unsaved, self._saved_at = 0.0, 0, time.monotonic()
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint) -> Heat:
+        """What is known of the checkpoint's experts: nothing where there is no file, or none that makes sense."""
+        config, fingerprint = checkpoint.config, checkpoint.fingerprint
+        path = home() / "heat" / f"{fingerprint}.safetensors"
+        heat = cls(path, fingerprint, config.moe_layers, config.num_experts)
+        heat.counts, heat.passes = heat._read()
+        return heat
+
+    def want(self, layer: int, chosen: npt.NDArray[np.int64]) -> None:
+        """This pass wants these distinct experts of a layer."""
+        row = self._rows[layer]
+        self.counts[row, chosen] += 1
+        self._own[row, chosen] += 1
+
+    def end_of_pass(self) -> None:
+        """A pass through all layers is complete."""
+        self.counts *= _FADE
+        self._own *= _FADE
+        self.passes = (self.passes + 1) * _FADE
+        self._own_passes = (self._own_passes + 1) * _FADE
+        self._unsaved += 1
+        if time.monotonic() - self._saved_at > SAVE_AFTER_S:
+            self.save()
+
+    def shares(self, rows: Any, experts: Any) -> Table:
+        """The share of passes that want these experts, cautiously; `rows` of `counts`."""
+        share: Table = self.counts[rows, experts] / (self.passes + DOUBT)
+        return share
+
+    def save(self) -> None:
+        """Add what this run has counted to the file. Never raises for a file that cannot be written."""
+        if not self._unsaved:
+            return
+        self._saved_at = time.monotonic()
+        before, passes = self._read()
+        fade = _FADE**self._unsaved
+        counts, passes = before * fade + self._own, passes * fade + self._own_passes
+        about = {"format": FORMAT, "fingerprint": self._fingerprint}
+        try:
+            write_whole(self.path, safetensors.numpy.save({"counts": counts, "passes": np.array([passes])}, about))
+            self.counts, self.passes = counts, passes
+            self._own[:], self._own_passes, self._unsaved = 0.0, 0.0, 0
+        except OSError as error:
+            why = error.strerror or error
+            self.note = self.note or f"how often experts are used cannot be kept: {self.path}: {why}"
+
+    def _read(self) -> tuple[Table, float]:
+        """(counts, passes) of the file; zeros where it cannot be read, and a note where there is one."""
+        nothing = np.zeros_like(self.counts), 0.0
+        try:
+            with safetensors.safe_open(self.path, "np") as file:
+                about, counts, passes = file.metadata() or {}, file.get_tensor("counts"), file.get_tensor("passes")
+        except FileNotFoundError:
+            return nothing
+        except (OSError, safetensors.SafetensorError) as error:
+            return self._unusable(str(error), nothing)
+        if about != {"format": FORMAT, "fingerprint": self._fingerprint}:
+            return self._unusable("it is of another format or model", nothing)
+        right = counts.dtype == passes.dtype == np.float64 and counts.shape == self.counts.shape and passes.size == 1
+        if not right or not all((np.isfinite(a) & (a >= 0)).all() for a in (counts, passes)):
+            return self._unusable("its numbers make no sense", nothing)
+        return counts, float(passes.sum())
+
+    def _unusable(self, why: str, nothing: tuple[Table, float]) -> tuple[Table, float]:
+        self.note = self.note or f"what is known of the experts cannot be used, and is learned anew: {self.path}: {why}"
+        return nothing
