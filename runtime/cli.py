@@ -225,6 +225,7 @@ def serve(
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
     verify_reads: VerifyReadsOption = "first",
+    no_prefetch: NoPrefetch = False,
     trace: TraceOption = None,
 ) -> None:
     """Serve the model to OpenAI-compatible clients, until ^C.
@@ -244,6 +245,7 @@ def serve(
         *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,
         verify_reads,
+        no_prefetch,
     )
     command(replace(loading, snapshots=_size_or_off(snapshots, "--snapshots")), serving)
 
