@@ -180,14 +180,17 @@ def test_widths(story: Story, tmp_path: Path) -> None:
     assert all(row["gap_s"]["p50"] == pytest.approx(1.0, abs=1e-6) for row in rows)
 
 
-def test_a_layer_that_asks_several_times_is_one_barrier(story: Story, tmp_path: Path) -> None:
-    story.log.begin_pass(0, 1)
-    story.log._passes[0] = (story.log.began, 0, 1)
+def test_the_turn_of_a_layer_is_one_barrier(story: Story, tmp_path: Path) -> None:
+    story.log._passes = [(story.log.began, 0, 1)]
+    story.read((2, 9), "b", 0.5, 1.5, **GUESS, queued=0.5)
+    story.told((2, 9), Fate.TAKEN, 0.5, at=3.5)
+    story.told((2, 9), Fate.NEEDED, 0.5, at=3.9)
     for barrier, (layer, queued) in enumerate([(1, 0.0), (1, 1.0), (1, 1.5), (2, 4.0)]):
         story.read((layer, barrier), "a", queued, queued + 1, barrier=barrier, queued=queued)
     analysis = story.analysis(tmp_path)
-    assert [(b.layer, b.jobs) for b in analysis.barriers] == [(1, 3), (2, 1)]
-    assert analysis.barriers[0].seconds == pytest.approx(2.5, abs=1e-6)
+    assert [(b.layer, b.jobs) for b in analysis.barriers] == [(1, 3), (2, 2)]
+    assert [b.seconds for b in analysis.barriers] == pytest.approx([2.5, 1.1], abs=1e-6)
+    assert analysis.barriers[1].gap_s == pytest.approx(1.1, abs=1e-6)
 
 
 # -- another way to count ------------------------------------------------------------------------------------------

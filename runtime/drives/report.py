@@ -125,7 +125,8 @@ class Analysis:
     def _barriers(self) -> Iterable[Barrier]:
         s, names = self.slices, self.trace.names["drive"]
         held = np.flatnonzero(self.winning & ~np.isnan(s["needed"]))
-        held = held[np.argsort(s["barrier"][held], kind="stable")]
+        known = s["token"][held] >= 0
+        held = held[np.lexsort((s["barrier"][held], np.where(known, s["needed"][held], -1.0)))]
         total_rate = float(np.nansum(self.rates))
         for mine in np.split(held, _ends(s[held])) if len(held) else ():
             mine = mine[np.argsort(s["landed"][mine], kind="stable")]
@@ -135,7 +136,7 @@ class Analysis:
             left = rows["landed"] > begin
             moved = np.bincount(drives[left], rows["length"][left], len(self.drives))
             yield Barrier(
-                number=int(rows["barrier"].min()),
+                number=int(rows["barrier"].max()),
                 layer=int(rows["layer"][-1]),
                 token=int(rows["token"][-1]),
                 jobs=len(np.unique(self.job[mine])),
@@ -280,11 +281,11 @@ def _code(trace: TraceFile, column: str, name: str) -> int:
 
 
 def _ends(s: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Where, in the order of their numbers, one barrier ends. A layer whose experts do not fit into memory together
-    asks for them in several, one after the other: for it they are one."""
-    new = np.diff(s["barrier"]) != 0
-    same = (s["token"][1:] >= 0) & (np.diff(s["token"]) == 0) & (np.diff(s["layer"]) == 0)
-    return np.flatnonzero(new & ~same) + 1
+    """Where, in the order in which they were needed, one barrier ends: with the layer's turn, where passes are known,
+    else with its number. A layer whose experts do not fit into memory together asks for them several times; of what was
+    in the cache on a guess the reader does not know for which barrier it is used."""
+    turn = (np.diff(s["token"]) != 0) | (np.diff(s["layer"]) != 0)
+    return np.flatnonzero(np.where(s["token"][1:] >= 0, turn, np.diff(s["barrier"]) != 0)) + 1
 
 
 def _winners(s: npt.NDArray[Any], ok: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

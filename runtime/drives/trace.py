@@ -199,7 +199,7 @@ class TraceLog:
 
     def _key(self, key: Key) -> tuple[int, int]:
         """(layer, expert); whatever else a job is named by is layer -1, and numbered."""
-        if isinstance(key, tuple) and len(key) == 2 and all(isinstance(n, int) for n in key):
+        if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int) and isinstance(key[1], int):
             return key
         return -1, self._number("key", str(key))
 
