@@ -87,7 +87,7 @@ class _Routes:
         return Response(self.worker.metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description())
+        return JSONResponse(description(self.settings.model))
 
     async def page(self, request: Request) -> Response:
         html = files("runtime.server").joinpath("page.html").read_text("utf-8")

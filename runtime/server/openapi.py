@@ -22,11 +22,13 @@ ERRORS = {
 }
 
 
-def description() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+def description(model: str) -> dict[str, Any]:
+    """OpenAPI 3.1, of a server with this model."""
     _, schemas = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
     )
+    for request in (schemas["$defs"]["ChatRequest"], schemas["$defs"]["CompletionRequest"]):
+        request["properties"]["model"] = {"const": model}
     paths = {
         "/health": {"get": _get("How the server and its drives are", extra={"503": {"description": "loading"}})},
         "/metrics": {"get": _get("Counters, in the Prometheus text format", "text/plain")},

@@ -1,4 +1,8 @@
-"""Connections: how many there may be, how long a request's head may take, and how one that is dead is noticed."""
+"""Connections: how many there may be, how long a request's head may take, and how dead ones are noticed.
+
+A peer that has gone without a word is found by the system's probes, one that is there and does not read by what it
+leaves unread: either ends the request as a closed connection does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,11 @@ class Connection(H11Protocol):
     head_s = 10.0
     """Seconds for a request's line and headers, once the connection is made or the request has begun."""
 
+    unread_s = 60.0
+    """Seconds for which a peer may leave what it was sent."""
+
     _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,14 +56,28 @@ class Connection(H11Protocol):
         elif self._head is None and not self.transport.is_closing():
             self._head = self.loop.call_later(self.head_s, self._late)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
+        self._read()
         super().connection_lost(exc)
 
     def _in_time(self) -> None:
         if self._head is not None:
             self._head.cancel()
             self._head = None
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _late(self) -> None:
         self._head = None

@@ -70,6 +70,7 @@ def serve_until(
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=HEAD_BYTES,

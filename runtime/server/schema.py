@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import core_schema
 
 from runtime.server.body import join
 from runtime.server.errors import ApiError, refused
@@ -26,20 +36,33 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-def _only(*values: Any) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if not any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in values):
-            listed = " or ".join(map(repr, values)) or "nothing"
+class Only:
+    """Annotates a field that takes nothing but these values."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def check(self, value: Any) -> Any:
+        """The value. Raises ValueError, which pydantic expects, for another one."""
+        same = (value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in self.values)
+        if value is not None and not any(same):
+            listed = " or ".join(map(repr, self.values)) or "nothing"
             raise ValueError(f"this server takes {listed} here, and cannot honour anything else")
         return value
 
-    return BeforeValidator(lambda value: None if value is None else check(value))
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
 
 
-One = Annotated[Any, _only(1)]
-Zero = Annotated[Any, _only(0)]
-Off = Annotated[Any, _only(False)]
-Nothing = Annotated[Any, _only()]
+One = Annotated[Any, Only(1)]
+Zero = Annotated[Any, Only(0)]
+Off = Annotated[Any, Only(False)]
+Nothing = Annotated[Any, Only()]
 
 
 def _stops(value: Any) -> Any:
@@ -77,8 +100,8 @@ class Common(Strict):
     presence_penalty: Zero = None
     repetition_penalty: One = None
     min_p: Zero = None
-    top_k: Annotated[Any, _only(0, -1)] = None
-    logit_bias: Annotated[Any, _only({})] = None
+    top_k: Annotated[Any, Only(0, -1)] = None
+    logit_bias: Annotated[Any, Only({})] = None
 
     @property
     def stop_texts(self) -> list[str]:
@@ -165,7 +188,7 @@ class AssistantMessage(Strict):
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
-    annotations: Annotated[Any, _only([])] = None
+    annotations: Annotated[Any, Only([])] = None
 
 
 class ToolMessage(Strict):
@@ -220,9 +243,9 @@ class ChatRequest(Common):
     store: Off = None
     logprobs: Off = None
     top_logprobs: Zero = None
-    service_tier: Annotated[Any, _only("auto", "default")] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    verbosity: Annotated[Any, _only("medium")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    verbosity: Annotated[Any, Only("medium")] = None
     audio: Nothing = None
     functions: Nothing = None
     function_call: Nothing = None
@@ -241,7 +264,7 @@ class CompletionRequest(Common):
     best_of: One = None
     echo: Off = None
     logprobs: Nothing = None
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[Any, Only("")] = None
 
     @property
     def one_prompt(self) -> str | list[int]:
