@@ -58,6 +58,8 @@ class ScriptedModel:
                 self.gate()
             if cancelled is not None and cancelled():
                 raise Cancelled(f"before layer {layer}")
+            if tap is not None:
+                tap(layer, None)
         self.passes += 1
         state.commit([], len(ids))
         if logits == "none":

@@ -23,6 +23,7 @@ from conftest import ROOT
 from serverside import HANGS_S, MODEL, ScriptedModel, Served, joined, lend, served
 
 from runtime.generate import Engine
+from runtime.text.chat import render
 
 QUESTION = "What is the capital of France?"
 
@@ -333,6 +334,30 @@ def test_a_conversation_goes_on_from_where_it_was(embedded_engine: Engine, serve
         _, cached = ask([{"role": "user", "content": QUESTION + " Please."}, message, follow])
         assert cached == 0
         assert warm.get("/health").json["snapshots"]["kept"] >= 4
+
+
+def test_what_two_conversations_begin_with_is_read_twice_and_then_known(
+    embedded_engine: Engine, server: Served
+) -> None:
+    """The second leaves a snapshot where the common system message ends, and the third uses it."""
+    system = {"role": "system", "content": "You answer questions about the capitals of countries. " * 4}
+
+    def body(country: str) -> dict[str, object]:
+        user = {"role": "user", "content": f"What is the capital of {country}?"}
+        return {"model": MODEL, "messages": [system, user], "max_tokens": 12}
+
+    with served(lend(embedded_engine, snapshots=50_000_000)) as warm:
+        cached = []
+        for country in ("France", "Japan", "Italy"):
+            answer = warm.post("/v1/chat/completions", body(country)).json
+            assert answer["choices"] == server.post("/v1/chat/completions", body(country)).json["choices"]
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    tokenizer = embedded_engine.tokenizer
+    assert tokenizer is not None
+    messages = [system, {"role": "user", "content": "x"}]
+    prompt = tokenizer.encode_segments(render(messages, generation_prompt=False))
+    ends = [place + 1 for place, token in enumerate(prompt) if token == tokenizer.end_of_msg_id]
+    assert cached == [0, 0, ends[-2]]
 
 
 def test_snapshots_stay_within_their_budget(embedded_engine: Engine) -> None:

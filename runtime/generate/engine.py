@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -116,6 +116,14 @@ def check_request(prompt: Sequence[int], max_new: int, config: ModelConfig, cont
         longest = config.max_position_embeddings
         advice = f"raise --context, up to {longest:,}" if len(prompt) <= longest else f"this model takes {longest:,}"
         raise UsageError(f"the prompt has {len(prompt):,} tokens, the context holds {context:,}: {advice}")
+
+
+def chunks(start: int, stop: int, size: int, ends: Collection[int] = ()) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each pass over a prompt: at most `size` tokens, none across one of `ends`."""
+    while start < stop:
+        end = min([start + size, stop, *(end for end in ends if end > start)])
+        yield start, end
+        start = end
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -319,18 +327,21 @@ class Session:
         stop_ids: Sequence[int] | None = None,
         cancelled: Callable[[], bool] | None = None,
         prefilled: Callable[[int, int], None] | None = None,
+        passed: Callable[[int], None] | None = None,
+        ends: Collection[int] = (),
     ) -> Iterator[Step]:
         """Yield up to `max_new` tokens that follow `prompt`, each as `choose` has it.
 
         Ends after an id of `stop_ids` (default: the config's eos), which is yielded too, or when the context is
-        full. `prefilled(done, total)` hears of each prompt chunk.
+        full. `prefilled(done, total)` hears of each prompt chunk, and a chunk ends at each of `ends`; `passed(layers)`
+        hears of each layer of a pass.
         Raises UsageError for a prompt that cannot be processed, Cancelled when `cancelled()` says so.
         """
         check_request(prompt, max_new, self.engine.config, self.engine.context)
         stops = frozenset(self.engine.config.eos_token_id if stop_ids is None else stop_ids)
         room = min(max_new, self.engine.context - len(prompt) + 1)
         started, before = time.perf_counter(), self._counts()
-        logits = self._prefill(list(prompt), cancelled, prefilled)
+        logits = self._prefill(list(prompt), cancelled, prefilled, passed, ends)
         for count in range(1, room + 1):
             if np.isnan(logits[np.argmax(logits)]):  # argmax finds one if there is any
                 raise CheckpointError(
@@ -346,13 +357,15 @@ class Session:
             if reason is not None:
                 return
             started, before = time.perf_counter(), self._counts()
-            logits = self._advance([token], cancelled)
+            logits = self._advance([token], cancelled, passed)
 
     def _prefill(
         self,
         prompt: list[int],
         cancelled: Callable[[], bool] | None,
         prefilled: Callable[[int, int], None] | None,
+        passed: Callable[[int], None] | None,
+        ends: Collection[int],
     ) -> Logits:
         """Process what the state has not seen of the prompt; the logits [V] of its last token."""
         kept = len(self.processed)
@@ -365,28 +378,36 @@ class Session:
         self.prefill = stats
         experts = self.engine.experts.stats
         wanted, reads = experts.wanted, experts.reads
-        for start in range(kept, len(prompt), self.engine.chunk):
-            chunk = prompt[start : start + self.engine.chunk]
-            last = start + len(chunk) == len(prompt)
-            self._advance(chunk, cancelled, last)
-            stats.rows += len(chunk)
+        for start, stop in chunks(kept, len(prompt), self.engine.chunk, ends):
+            self._advance(prompt[start:stop], cancelled, passed, head=stop == len(prompt))
+            stats.rows += stop - start
             stats.layer_passes += config.num_hidden_layers
             if prefilled is not None:
-                prefilled(start + len(chunk), len(prompt))
+                prefilled(stop, len(prompt))
         stats.expert_reads = experts.reads - reads
         stats.distinct_experts = experts.wanted - wanted
         stats.seconds = time.perf_counter() - started
         assert self._logits is not None
         return self._logits
 
-    def _advance(self, ids: list[int], cancelled: Callable[[], bool] | None, head: bool = True) -> Logits:
+    def _advance(
+        self,
+        ids: list[int],
+        cancelled: Callable[[], bool] | None,
+        passed: Callable[[int], None] | None,
+        head: bool = True,
+    ) -> Logits:
         """One pass over `ids`; the logits [V] of the last, or an empty array without `head`."""
         assert self._state is not None
         drives = self.engine.drives
         if drives is not None and drives.trace is not None:
             drives.trace.begin_pass(len(self.processed), len(ids))
         out = self.engine.model.forward(
-            np.array(ids, np.int64), self._state, logits="last" if head else "none", cancelled=cancelled
+            np.array(ids, np.int64),
+            self._state,
+            logits="last" if head else "none",
+            tap=None if passed is None else lambda layer, _: passed(layer + 1),
+            cancelled=cancelled,
         )
         self.processed.extend(ids)
         self._logits = None if out is None else self.engine.ops.numpy(out)[0]

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from runtime.generate.sampling import Logits
 from runtime.model.state import State
 
+WORTH_A_PASS = 32
+"""Tokens for which a prompt is read in one pass more, so that they need not be read again."""
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -56,6 +59,18 @@ class Snapshots:
             self._kept.append(best)
         return best
 
+    def branch(self, prompt: Sequence[int], message_end: int) -> int | None:
+        """Where a snapshot would have helped this prompt, and will help the next one like it.
+
+        That is the end of the last message up to which the prompt and one that is kept agree, where they part later
+        on; None unless it is WORTH_A_PASS tokens beyond what is known.
+        """
+        known = max((len(kept.ids) for kept in self._kept if tuple(prompt[: len(kept.ids)]) == kept.ids), default=0)
+        agreed = max((_agreed(kept.ids, prompt) for kept in self._kept), default=0)
+        ends = (place for place in range(agreed, known, -1) if prompt[place - 1] == message_end)
+        end = next(ends, known)
+        return end if end - known >= WORTH_A_PASS and end < len(prompt) else None
+
     def keep(self, snapshot: Snapshot) -> None:
         """Keep it, in place of one with the same tokens; let go what there is no room for, it included."""
         for kept in [kept for kept in self._kept if kept.ids == snapshot.ids]:
@@ -70,3 +85,9 @@ class Snapshots:
     def _drop(self, snapshot: Snapshot) -> None:
         self._kept.remove(snapshot)
         self.held_bytes -= snapshot.nbytes
+
+
+def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

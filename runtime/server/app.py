@@ -27,7 +27,9 @@ from runtime.server.schema import Common, validate_chat, validate_completion
 from runtime.server.tasks import Task, chat_task, completion_task
 from runtime.server.worker import Worker
 
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,6 @@ def report(worker: Worker, model: str) -> dict[str, Any]:
         "queue": {"running": int(running is not None), "waiting": worker.waiting, "limit": worker.limit},
         "running": None if running is None else asdict(running),
     }
-    if running is not None:
-        del facts["running"]["since"]
     if engine is None:
         return facts
     by_drive, cache = drives(engine), engine.experts.stats

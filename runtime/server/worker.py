@@ -6,7 +6,7 @@ for the next. What a job has to say goes to its `tell`, on this thread: `Read`, 
 `Failed`. Nothing here knows HTTP.
 
 What was computed for one job serves the next one whose prompt begins with the same tokens: snapshots are kept where
-an answer begins and where one ends, finished or not.
+an answer begins and where one ends, finished or not, and where a message ends after which two prompts parted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from runtime.errors import Cancelled, ExpertstreamError
@@ -76,14 +76,15 @@ News: TypeAlias = Read | Said | Ended | Failed
 
 @dataclass(frozen=True)
 class Running:
-    """How far the job is that runs."""
+    """How far the job is that runs: `layer` of `layers` are done of the pass under way."""
 
     phase: Literal["prefill", "decode"]
     prompt_tokens: int
     prompt_done: int
     cached_tokens: int
     completion_tokens: int = 0
-    since: float = field(default_factory=time.monotonic)
+    layer: int = 0
+    layers: int = 0
 
 
 @dataclass(eq=False)
@@ -236,11 +237,20 @@ class Worker:
         known = self.snapshots.longest(task.prompt)
         session = engine.session() if known is None else engine.resume(known)
         cached, total = len(session.processed), len(task.prompt)
-        self.running = Running("prefill", total, cached, cached)
+        assert engine.tokenizer is not None
+        branch = self.snapshots.branch(task.prompt, engine.tokenizer.end_of_msg_id)
+        now = Running("prefill", total, cached, cached, layers=engine.config.num_hidden_layers)
+        self.running = now
 
         def read(done: int, total: int) -> None:
-            self.running = Running("prefill", total, done, cached, since=started)
+            nonlocal now
+            self.running = now = replace(now, prompt_done=done)
+            if done == branch:
+                self._keep(engine, session)
             job.tell(Read(done, total))
+
+        def passed(layers: int) -> None:
+            self.running = replace(now, layer=layers)
 
         steps = session.generate(
             task.prompt,
@@ -248,6 +258,8 @@ class Worker:
             choose=task.choose,
             cancelled=lambda: job.gone or self._stopping,
             prefilled=read,
+            passed=passed,
+            ends=() if branch is None else (branch,),
         )
         count = 0
         try:
@@ -256,7 +268,7 @@ class Worker:
                     if count == 1:
                         self.metrics.first_token.observe(time.monotonic() - started)
                         self._keep(engine, session)
-                    self.running = Running("decode", total, total, cached, count, since=started)
+                    self.running = now = replace(now, phase="decode", prompt_done=total, completion_tokens=count)
                     if events := task.answer.feed(step):
                         job.tell(Said(events))
                     if task.answer.reason is not None:
