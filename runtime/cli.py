@@ -196,6 +196,35 @@ def verify(
 
 
 @app.command()
+def replicate(
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Where the copies go: a directory on another drive.")],
+    budget: Annotated[str, typer.Option(metavar="SIZE|all", help="What it may hold of them, such as 500G.")],
+    model: Model = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--from", metavar="NAME=PATH", help="Read from here, too. Repeat.")
+    ] = None,
+    usage: Annotated[
+        Path | None, typer.Option(help="How often experts are used: layer,expert,count or routes in .npy.")
+    ] = None,
+    floor: Annotated[str, typer.Option(metavar="SIZE", help="What is to stay free on that drive.")] = "20G",
+    allow_same_device: Annotated[bool, typer.Option("--allow-same-device", help="Although no read is faster.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Write anew what others have left wrong.")] = False,
+) -> None:
+    """Copy the hottest experts to another drive, which a run then names with --drive.
+
+    Every copy is read back and compared before it gets its name. What is there and right is kept, nothing is removed,
+    and what was stopped goes on when the same command is given again.
+    """
+    from runtime.commands.drives import parse_drives
+    from runtime.commands.replicate import Request
+    from runtime.commands.replicate import replicate as command
+
+    nbytes = None if budget.lower() == "all" else parse_size(budget, "--budget", "or all")
+    request = Request(to, nbytes, parse_size(floor, "--floor"), usage, allow_same_device, replace)
+    command(model, parse_drives(source or (), (), "--from"), request)
+
+
+@app.command()
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Where to listen; the default is this machine alone.")] = "127.0.0.1",

@@ -49,7 +49,12 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """What was renamed in this directory survives a power cut once this returns. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -66,6 +66,10 @@ def blocks(start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         yield (start + at) // BLOCK_BYTES, data[at : at + BLOCK_BYTES]
 
 
+class AnotherModel(CheckpointError):
+    """The manifest is whole, and not this model's."""
+
+
 class Manifest:
     """What is known of one model's experts. `made_from` says whose bytes were taken for right.
 
@@ -136,7 +140,7 @@ class Manifest:
             )
         manifest = cls(checkpoint, words.get("made_from", ""))
         if words.get("fingerprint") != manifest.fingerprint:
-            raise CheckpointError(
+            raise AnotherModel(
                 f"{path} is the manifest of another model, fingerprint {words.get('fingerprint', '')[:16]}, "
                 f"not {manifest.fingerprint[:16]}"
             )

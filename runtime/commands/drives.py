@@ -12,13 +12,13 @@ from runtime.generate import Engine
 from runtime.weights.layout import Layout
 
 
-def parse_drives(drives: Sequence[str], simulated: Sequence[str]) -> Layout:
-    """From the values of `--drive NAME=PATH` and of `--simulate-drive`. Raises UsageError."""
+def parse_drives(drives: Sequence[str], simulated: Sequence[str], option: str = "--drive") -> Layout:
+    """From the values of `--drive NAME=PATH`, or an option like it, and of `--simulate-drive`. Raises UsageError."""
     directories = []
     for text in drives:
         name, equals, path = text.partition("=")
         if not name.strip() or not path or not equals:
-            raise UsageError(f"--drive {text!r} is not understood: write NAME=PATH, such as a=/mnt/a")
+            raise UsageError(f"{option} {text!r} is not understood: write NAME=PATH, such as a=/mnt/a")
         directories.append((name.strip(), Path(path)))
     return Layout(tuple(directories), tuple(Limit.parse(text) for text in simulated))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
-from runtime.drives.buffers import BufferPool
+from runtime.drives.buffers import Buffer, BufferPool
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.real import RealDevice
 from runtime.errors import StorageError
@@ -57,16 +57,25 @@ class Copies:
             return ", ".join(files)
         return self.holder.span(layer, expert).file
 
-    @contextmanager
-    def read(self, layer: int, expert: int) -> Iterator[memoryview]:
-        """All bytes of an expert that is here, for as long as the block lasts. Raises DeviceError."""
+    def fetch(self, layer: int, expert: int) -> Buffer:
+        """All bytes of an expert that is here, in a buffer to be released. Raises DeviceError."""
         span = self.holder.span(layer, expert)
         buffer = self._pool.take(span.length, span.offset)
         try:
             self._device.read(span.file, span.offset, buffer.view)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    @contextmanager
+    def read(self, layer: int, expert: int) -> Iterator[memoryview]:
+        """The same for as long as the block lasts."""
+        buffer = self.fetch(layer, expert)
+        try:
             yield buffer.view
         finally:
-            self._pool.give(buffer)
+            buffer.release()
 
     def close(self) -> None:
         """Give back the files."""

@@ -61,7 +61,7 @@ class Layout:
                 raise UsageError(f"the drive name {name!r} is {taken}: give every drive a name of its own")
         for name, path in self.directories:
             if not path.is_dir():
-                raise UsageError(f"--drive {name}={path}: there is no such directory")
+                raise UsageError(f"drive {name}: there is no directory {path}")
 
     @property
     def is_plain(self) -> bool:
