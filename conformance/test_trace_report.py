@@ -15,11 +15,15 @@ import pytest
 from commandline import Command, on
 from test_trace import TWO, part
 
+from runtime.commands.tracing import about_run
 from runtime.drives.crew import Fate, Trace
 from runtime.drives.jobs import Fault, Kind, Priority
-from runtime.drives.report import Analysis, report
+from runtime.drives.report import FATES, Analysis, report
+from runtime.drives.throttled import Limit
 from runtime.drives.trace import TraceLog, load
+from runtime.generate import Engine
 from runtime.weights import layout as arrangement
+from runtime.weights.layout import Layout
 
 GUESS = {"priority": Priority.PREFETCH}
 
@@ -265,6 +269,27 @@ def test_the_report_of_a_run(cli: Command, traced: Path) -> None:
     one = cli("trace", "report", traced, "--layer", record["by_layer"][0]["layer"], "--json").record
     assert [row["layer"] for row in one["by_layer"]] == [record["by_layer"][0]["layer"]]
     assert one["barriers"]["barriers"] == 5
+
+
+def test_what_becomes_of_guesses_is_what_the_store_counts(tiny: Path, tmp_path: Path) -> None:
+    log, layout = TraceLog(), Layout(limits=(Limit("a", 4e8), Limit("b", 2e8)))
+    options: dict[str, Any] = {"expert_cache": 12 << 16, "prefetch": True, "layout": layout, "trace": log}
+    with Engine.load(tiny, backend="reference", **options) as engine:
+        assert engine.prefetch == "on"
+        list(engine.session().generate(list(range(8)), 40))
+        assert engine.drives is not None
+        guesses, read = engine.experts.stats.guesses, engine.drives.counts()[1]["prefetch"].requested_bytes
+        log.write(tmp_path / "t.csv", about_run(engine, None, "done"))
+    found = report(Analysis(load(tmp_path / "t.csv")))
+    told = {fate: sum(d[fate] for d in found["prefetch_by_drive"].values()) for fate in FATES}
+    assert guesses.in_time > 0
+    assert sum(told.values()) == read
+    assert sum(told.values()) == sum(sum(d.values()) for d in found["prefetch_by_layer"].values())
+    assert told["in_time"] >= guesses.in_time, "some landed between being looked for and being asked for"
+    assert told["in_time"] + told["late"] <= guesses.in_time + guesses.late, "some were asked for before they began"
+    assert told["wasted"] == guesses.wasted
+    assert told["cancelled"] <= guesses.cancelled
+    assert told["open"] <= guesses.open
 
 
 def test_the_picture(cli: Command, traced: Path, tmp_path: Path) -> None:

@@ -54,16 +54,16 @@ def _legend(analysis: Analysis) -> str:
         (f'fill="{COLOURS[0]}"', "a read"),
         (f'fill="{COLOURS[0]}" fill-opacity="0.45"', "begun as a guess"),
         (f'fill="{COLOURS[0]}" stroke="{INK}" stroke-width="1.4"', "again: failed or late"),
-        (f'fill="{ELSEWHERE}"', "for something else, or not used"),
+        (f'fill="{ELSEWHERE}"', "elsewhere, or unused"),
         (f'fill="{LAST}"', "the last"),
         (f'fill="{LAST}" fill-opacity="0.12"', "its gap"),
-        (f'fill="none" stroke="{INK}" stroke-dasharray="2 3"', "all drives, sharing"),
+        (f'fill="none" stroke="{INK}" stroke-dasharray="2 3"', "shared by all drives"),
     ]
     x = float(LEFT)
     for style, text in marks:
         words.append(f'<rect x="{x:.0f}" y="46" width="16" height="{BAR}" rx="1.5" {style}/>')
         words.append(f'<text x="{x + 21:.0f}" y="54" class="f">{text}</text>')
-        x += 36 + 5.7 * len(text)
+        x += 36 + 6.4 * len(text)
     return "\n".join(words)
 
 
