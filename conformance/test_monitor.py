@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commandline import Command, Start, read_until
+from commandline import Command, Start, on, read_until
+from loopback import ext4_image
 
 from runtime.commands import monitor as command
 from runtime.commands.monitor import sparkline
@@ -88,6 +90,32 @@ def test_what_is_read_from_a_disk_is_witnessed(disk: str, tmp_path: Path) -> Non
     assert disks[disk].read_bytes >= moved
     assert disks[disk].reads > 0
     witness.close()
+
+
+@LINUX
+def test_a_device_of_our_own_counts_our_reads_and_no_others(tmp_path: Path) -> None:
+    with ext4_image(tmp_path) as (_, mount):
+        (mount / "file").write_bytes(os.urandom(8 << 20))
+        os.sync()
+        (loop,) = identify(mount).disks
+        device = RealDevice("d", mount)
+        into = aligned(8 << 20, device.alignment)
+        device.read("file", 0, into)  # the map of the file is in memory now
+        witness = Witness({"d": [loop]})
+        moved = sum(device.read("file", 0, into) for _ in range(3))
+        (counted,) = witness.since()[1].values()
+        device.close()
+        witness.close()
+    assert device.mode == "direct"
+    assert counted.read_bytes == moved == 3 * (8 << 20)
+    assert counted.written_bytes < 1 << 20
+
+
+@LINUX
+def test_a_run_tells_what_the_kernel_counted(disk: str, cli: Command, tiny: Path) -> None:
+    ended = cli("run", *on(tiny), "--prompt-ids", 1, "--max-new", 1, "--simulate-drive", "a=400MB/s", "--stats")
+    assert re.search(rf"^disk {disk} +.* read, .* written by all, below a$", ended.err, re.MULTILINE)
+    assert re.search(r"^by the kernel +.* fetched from storage by this process$", ended.err, re.MULTILINE)
 
 
 # -- windows -------------------------------------------------------------------------------------------------------
@@ -251,7 +279,7 @@ def test_a_process_is_watched_to_its_end(start: Start, disk: str, tmp_path: Path
         (["--csv", "{m}/sub/t.csv"], "is in the directory of drive model"),
         (["--csv", "{d}/../no/t.csv"], "cannot be written"),
         (["--pid", 2**22 + 1], "no such process"),
-        (["--drive", "x=/no/such/place"], "there is no such directory"),
+        (["--drive", "x=/no/such/place"], "/no/such/place"),
     ],
 )
 def test_mistakes_are_one_line(options: list[object], says: str, cli: Command, tmp_path: Path) -> None:

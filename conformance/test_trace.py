@@ -123,6 +123,7 @@ def test_fates_of_guesses(tmp_path: Path) -> None:
         log.slice(Trace(guess, at + number, at + 10, at + 11, 100, None, ""))
     log.slice(Trace(part(9, (9, 1)), at + 20, at + 21, at + 22, 100, None, ""))  # demand of the same expert, later
     log.guess((9, 0), Fate.NEEDED, at + 0, barrier=12)
+    log.guess((9, 0), Fate.DROPPED, at + 0)  # the run was stopped: it was needed all the same
     log.guess((9, 1), Fate.DROPPED, at + 1)
     log.guess((9, 2), Fate.UNUSED, at + 2)
     log.guess((9, 3), Fate.TAKEN, at + 3)

@@ -25,6 +25,8 @@ from runtime.generate import Engine
 from runtime.weights import layout as arrangement
 from runtime.weights.layout import Layout
 
+PATIENT = replace(arrangement.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0)
+"""Nothing is ever late: a busy machine makes no faults."""
 GUESS = {"priority": Priority.PREFETCH}
 
 
@@ -242,8 +244,7 @@ def traced(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "t.csv.gz"
     line = ["run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 5, *TWO, "--expert-cache", "off", "--trace", path]
     patch = pytest.MonkeyPatch()
-    policy = replace(arrangement.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0)
-    patch.setattr(arrangement, "POLICY", policy)
+    patch.setattr(arrangement, "POLICY", PATIENT)
     assert main([str(word) for word in line]) == 0
     patch.undo()
     return path
@@ -271,7 +272,10 @@ def test_the_report_of_a_run(cli: Command, traced: Path) -> None:
     assert one["barriers"]["barriers"] == 5
 
 
-def test_what_becomes_of_guesses_is_what_the_store_counts(tiny: Path, tmp_path: Path) -> None:
+def test_what_becomes_of_guesses_is_what_the_store_counts(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrangement, "POLICY", PATIENT)
     log, layout = TraceLog(), Layout(limits=(Limit("a", 4e8), Limit("b", 2e8)))
     options: dict[str, Any] = {"expert_cache": 12 << 16, "prefetch": True, "layout": layout, "trace": log}
     with Engine.load(tiny, backend="reference", **options) as engine:
