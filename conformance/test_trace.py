@@ -321,7 +321,7 @@ def test_a_run_that_is_stopped_is_traced_to_its_end(
 
 def test_a_conversation_is_one_trace(cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello again\n/exit\n"))
-    options = ["--backend", "reference", "--max-new", 2, "--reasoning-effort", "low"]
+    options = ["--backend", "cpu", "--max-new", 1, "--reasoning-effort", "low"]
     assert cli("chat", "--model", tiny, *options, "--trace", tmp_path / "t.csv").status == 0
     passes = load(tmp_path / "t.csv").about["passes"]
     assert sum(n > 1 for _, _, n in passes) == 2, "two prompts"

@@ -280,7 +280,7 @@ def test_what_becomes_of_guesses_is_what_the_store_counts(
     options: dict[str, Any] = {"expert_cache": 12 << 16, "prefetch": True, "layout": layout, "trace": log}
     with Engine.load(tiny, backend="reference", **options) as engine:
         assert engine.prefetch == "on"
-        list(engine.session().generate(list(range(8)), 40))
+        list(engine.session().generate(list(range(8)), 24))
         assert engine.drives is not None
         guesses, read = engine.experts.stats.guesses, engine.drives.counts()[1]["prefetch"].requested_bytes
         log.write(tmp_path / "t.csv", about_run(engine, None, "done"))
