@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -22,8 +23,12 @@ from commandline import Command, Start, read_until
 from conftest import ROOT
 from serverside import HANGS_S, MODEL, ScriptedModel, Served, joined, lend, served
 
+from runtime.drives.throttled import Limit
+from runtime.errors import StorageError
 from runtime.generate import Engine
+from runtime.server.health import Drive
 from runtime.text.chat import render
+from runtime.weights.layout import Layout
 
 QUESTION = "What is the capital of France?"
 
@@ -124,6 +129,75 @@ def test_a_bad_body_is_refused_and_the_server_lives(embedded_engine: Engine, dat
     with served(lend(embedded_engine), body_bytes=4000) as server:
         assert server.post("/v1/completions", data).status == status
         assert server.complete("Hello", max_tokens=1).status == 200
+
+
+def test_a_body_in_chunks_is_bounded_too(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        peer = server.raw(head + b"7d0\r\n" + b" " * 2000 + b"\r\n")
+        peer.sendall(b"7d1\r\n" + b" " * 2001 + b"\r\n")
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+class Failing(ScriptedModel):
+    """Fails with what it is given, once, after two passes."""
+
+    failure: Exception | None = None
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.failure is not None and self.passes == 2:
+            failure, self.failure = self.failure, None
+            raise failure
+        return super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(StorageError("layer 3, expert 17: no copy left"), "storage_failed"), (ZeroDivisionError("a bug"), None)],
+)
+def test_a_failure_costs_one_answer(
+    embedded_engine: Engine, failure: Exception, code: str | None, streamed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Failing(embedded_engine.config.vocab_size)
+    model.script, model.failure = [5] * 10, failure
+    with served(lend(embedded_engine, model=model)) as server:
+        answer = server.complete("Hello", max_tokens=5, stream=streamed)
+        if streamed:
+            *said, failed, end = answer.events
+            assert (len(said), end) == (2, "[DONE]")
+            error = failed["error"]
+        else:
+            assert answer.status == 500
+            error = answer.error
+        assert (error["type"], error["code"]) == ("server_error", code)
+        assert ("expert 17" in error["message"]) == (code is not None)
+        assert server.complete("Hello", max_tokens=5).json["usage"]["completion_tokens"] == 5
+    assert ("ZeroDivisionError" in capfd.readouterr().err) == (code is None)
+
+
+def test_a_drive_that_sits_out_is_said(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runtime.server.health.drives", lambda engine: {"a": Drive("suspect", "direct", 1e9, 5, 1, 3, 2)}
+    )
+    with served(lend(embedded_engine)) as server:
+        answer = server.get("/health")
+        assert answer.status == 200
+        assert answer.json["status"] == "degraded"
+        assert answer.json["drives"]["a"]["errors"] == 3
+
+
+def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:
+    limits = tuple(Limit.parse(text) for text in ("a=400MB/s", "b=300MB/s"))
+    with Engine.load(tiny, backend="reference", layout=Layout(limits=limits)) as engine, served(engine) as server:
+        assert server.complete("Hello", max_tokens=2).status == 200
+        facts = server.get("/health").json
+        assert facts["status"] == "ready"
+        drives = {name: facts["drives"][name] for name in ("a", "b")}
+        assert sum(drive["bytes"] for drive in drives.values()) >= facts["bytes_by_kind"]["demand"] > 0
+        assert all(drive["rate_bytes_per_s"] > 0 for drive in drives.values())
+        metrics = server.get("/metrics").body.decode()
+        assert f'expertstream_drive_reads_total{{drive="a"}} {float(drives["a"]["reads"])}' in metrics
 
 
 def test_routes_that_are_none(server: Served) -> None:
@@ -367,6 +441,21 @@ def test_snapshots_stay_within_their_budget(embedded_engine: Engine) -> None:
             server.chat(text, max_tokens=4)
             facts = server.get("/health").json["snapshots"]
             assert 0 < facts["held_bytes"] <= facts["budget_bytes"] == one
+
+
+def test_one_token_changed_is_another_prompt(gated: tuple[Served, ScriptedModel, Gate]) -> None:
+    server, _, gate = gated
+    server.worker.snapshots.budget_bytes = 50_000_000
+    gate.open.set()
+    prompt = list(range(300, 340))
+    for changed, known in ((None, 0), (None, 40), (39, 0), (0, 0), (None, 40)):
+        asked = [1 if place == changed else token for place, token in zip(range(40), prompt, strict=True)]
+        usage = server.complete(asked, max_tokens=1).json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == known
+    usage = server.complete([*prompt, 7], max_tokens=1).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 40
+    usage = server.complete(prompt[:-1], max_tokens=1).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_a_retry_goes_on_where_the_client_had_left(gated: tuple[Served, ScriptedModel, Gate]) -> None:
