@@ -32,6 +32,7 @@ from runtime.setup import target as writing
 from runtime.setup.replicate import choose
 from runtime.setup.target import PART, Target
 from runtime.setup.usage import hottest_first, read_usage
+from runtime.weights.heat import Heat
 
 ROUTES = ROOT.parent / "shared" / "data" / "k3-routes-12x92x16.npy"
 
@@ -154,6 +155,19 @@ def test_the_budget_is_spent_on_the_hottest(cli: Command, large: Path, to: Path,
     assert "5 copies that are there are used less than others that are not; none is removed" in ended.err
     assert len(right(large, to)) == 5
     assert cli(*line(large, to, "6M")).status == 2
+
+
+def test_without_a_file_what_runs_have_learned_decides(cli: Command, large: Path, to: Path) -> None:
+    ended = cli(*line(large, to, "7M"))
+    assert "plan     1 of 8 experts, 6.68 MB, evenly from all layers: no run has learned" in ended.err
+    with Checkpoint.open(large) as checkpoint:
+        heat = Heat.load(checkpoint)
+        heat.want(2, np.array([3]))
+        heat.end_of_pass()
+        heat.save()
+    ended = cli(*line(large, to, "14M"))
+    assert "plan     2 of 8 experts, 13.4 MB, hottest first, by what runs have learned" in ended.err
+    assert right(large, to) == ["L1-E0.bin", "L2-E3.bin"]
 
 
 # -- what is written -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from runtime.setup.replicate import Outcome, Plan, Replication, choose
 from runtime.setup.target import TARGET, Target
 from runtime.setup.usage import Counts, read_usage
 from runtime.setup.verify import Found, read_all
+from runtime.weights.heat import Heat
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
 
@@ -91,7 +92,12 @@ def _usage(checkpoint: Checkpoint, request: Request) -> tuple[Counts, str]:
     """(how often each expert was used, where that is from)."""
     if request.usage is not None:
         return read_usage(request.usage, checkpoint), f"hottest first, by {request.usage}"
-    return np.zeros(checkpoint.experts_here.shape), "evenly from all layers: no run has learned which are used most"
+    heat = Heat.load(checkpoint)
+    if heat.note:
+        say(f"note     {heat.note}")
+    if heat.counts.any():
+        return heat.counts, "hottest first, by what runs have learned"
+    return heat.counts, "evenly from all layers: no run has learned which are used most"
 
 
 def _is_ours(checkpoint: Checkpoint, request: Request) -> bool:

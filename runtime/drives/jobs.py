@@ -316,7 +316,7 @@ class DriveBack:
 
 @dataclass(frozen=True, slots=True)
 class CheckDrive:
-    """Read `nbytes` from this drive, past any cache, compare them where a checksum is known, answer DriveChecked."""
+    """Read `nbytes` from this drive, past any cache, and answer DriveChecked."""
 
     drive: str
     nbytes: int
