@@ -328,6 +328,21 @@ def test_slices_of_one_expert_over_two_drives(large: Path, tmp_path: Path) -> No
         assert any(wrong for *_, wrong in seen)
 
 
+def test_wrong_bytes_are_told_apart_from_other_failures(
+    cli: Command, tiny: Path, tmp_path: Path, slow: set[str]
+) -> None:
+    keep(tiny)
+    slow.add(MODEL)
+    replica = stale(tiny, tmp_path / "replica")
+    ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 2, "--drive", f"r={replica}", "--json")
+    errors = ended.record["io"]["by_drive"]["r"]["errors"]
+    assert errors >= 1
+    assert (
+        f"note     drive r: {errors} reads failed, {errors} of them by wrong bytes (python -m runtime verify names them); "
+        "other copies were read\n"
+    ) in ended.err
+
+
 def test_with_the_last_copy_bad_the_run_ends_and_names_it(cli: Command, bare: Path, tiny: Path, tmp_path: Path) -> None:
     keep(bare, tiny)
     replica = stale(tiny, tmp_path / "replica")

@@ -6,11 +6,13 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commandline import HANGS_S, Command, Start, read_until
 from copies import every, flip, flip_in_model, large_experts, rewrite, write_experts
+from loopback import ext4_image
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import COPY_NAME, Manifest, manifest_path
@@ -18,6 +20,7 @@ from runtime.commands import verify as command
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import MIB, Fault
 from runtime.drives.real import RealDevice
+from runtime.errors import Cancelled
 from runtime.progress import Progress
 from runtime.setup import copies as opened
 from runtime.setup.verify import GIVE_UP, Found
@@ -222,6 +225,23 @@ def test_stopped_it_keeps_what_it_has_learned(cli: Command, tiny: Path, monkeypa
     monkeypatch.undo()
 
 
+def test_stopped_it_believes_no_copy_before_it_has_seen_the_others(
+    cli: Command, bare: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (write_experts(tiny, tmp_path / name, every) for name in "ab")
+    flip(a / "L1-E1.bin", 1)
+    whole = command.read_all
+
+    def the_first_drive(found: Sequence[Found], progress: Progress) -> None:
+        whole(found[:1], progress)
+        raise Cancelled("stopped")
+
+    monkeypatch.setattr(command, "read_all", the_first_drive)
+    assert cli("verify", "--model", bare, *drives(a=a, b=b)).status == 130
+    with Checkpoint.open(bare, experts_elsewhere=True) as checkpoint:
+        assert not manifest_path(checkpoint).exists()
+
+
 def test_a_signal_ends_a_process(start: Start, tmp_path: Path) -> None:
     process = start("verify", "--model", large_experts(tmp_path / "large"))
     assert process.stderr is not None
@@ -242,6 +262,24 @@ def test_a_home_that_cannot_be_written_is_one_line(
     assert "none bad" in ended.out
     assert ended.err.splitlines()[1].startswith(f"error: the manifest cannot be written to {tmp_path / 'file'}")
     assert len(ended.err.splitlines()) == 2
+
+
+def test_a_home_without_room_is_one_line(
+    cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ext4_image(tmp_path) as (_, mount):
+        (mount / "manifests").mkdir()
+        with suppress(OSError), open(mount / "filler", "wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+        with suppress(OSError), open(mount / "filler", "ab", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        monkeypatch.setenv("EXPERTSTREAM_HOME", str(mount))
+        ended = cli("verify", "--model", tiny)
+        assert ended.status == 4
+        assert ended.err.splitlines()[-1].endswith("No space left on device; make room, or set EXPERTSTREAM_HOME")
+        assert os.listdir(mount / "manifests") == []
 
 
 def test_a_manifest_that_is_named(cli: Command, tiny: Path, bare: Path, tmp_path: Path) -> None:

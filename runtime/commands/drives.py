@@ -29,6 +29,7 @@ class Failures:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._told: dict[str, int] = {}
+        self._told_wrong: dict[str, int] = {}
 
     def tell(self) -> None:
         """Of those that nobody was told of yet."""
@@ -38,4 +39,10 @@ class Failures:
             new = counts.errors - self._told.get(name, 0)
             if new:
                 self._told[name] = counts.errors
-                say(f"note     drive {name}: {new:,} reads failed; other copies were read")
+                say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}; other copies were read")
+
+    def _wrong(self, name: str) -> str:
+        """What to do about wrong bytes, if there were any."""
+        wrong = self._engine.checks.wrong[name]
+        new, self._told_wrong[name] = wrong - self._told_wrong.get(name, 0), wrong
+        return f", {new:,} of them by wrong bytes (python -m runtime verify names them)" if new else ""

@@ -7,6 +7,8 @@ knows is not checked.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +45,9 @@ class ReadChecks:
         """manifests: by drive, those that know something."""
         self.mode: VerifyReads = mode if manifests else "off"
         self.notes: list[str] = []
+        self.wrong: Counter[str] = Counter()
+        """By drive, how often what it gave was wrong."""
+        self._lock = threading.Lock()
         self._asked, self._total = mode, checkpoint.experts_here.size
         self._manifests = dict(manifests) if mode != "off" else {}
         self._seen: dict[str, npt.NDArray[np.bool_]] = {}
@@ -134,6 +139,8 @@ class ReadChecks:
                 seen[*place, number] = True
         if not wrong:
             return ""
+        with self._lock:
+            self.wrong[drive] += 1
         where = f"{file}: " if file else ""
         found = f"MiB {mebibytes(wrong)} of {len(wanted)} not as the manifest says"
         return f"{where}{found}; python -m runtime verify tells more"
