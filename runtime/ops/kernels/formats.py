@@ -18,7 +18,10 @@ from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, offset, re
 
 BF16, F32, SPLIT, INT8, MXFP4, MXFP4_EDGE = range(6)
 """bf16 and float32 as released; float32 in split layout; int8 with a float32 scale for each row; MXFP4 with scale bytes
-2 to 252; MXFP4 with any."""
+2 to 252, widened to float32; MXFP4 with any, as released."""
+
+SCALE_BYTES = {INT8: (4, 0), MXFP4: (0, 4), MXFP4_EDGE: (0, 1)}
+"""Of the scales of a weight row: (once, for each block of 32 columns). The others have none."""
 
 BLOCK = 32
 _BYTES = ir.VectorType(ir.IntType(8), 16)
@@ -29,7 +32,9 @@ Pair = tuple[ir.Value, ir.Value]
 
 
 class Format(Protocol):
-    """Decode one block. `row` and `scale` point to a row and to its scales, `block` counts from its start."""
+    """Decode one block of `block_bytes`. `row` and `scale` point to a row and to its scales; `block` counts blocks."""
+
+    block_bytes: int
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair: ...
 
@@ -48,20 +53,24 @@ def _floats(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 class _Bf16:
+    block_bytes = 64
+
     def _widen(self, builder: ir.IRBuilder, pairs: ir.Value) -> Pair:
         even = builder.shl(pairs, constant(_BIT, 16))
         odd = builder.and_(pairs, constant(_BIT, 0xFFFF0000))
         return _floats(builder, even), _floats(builder, odd)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._widen(builder, read(builder, offset(builder, row, block, 64), I32X16))
+        return self._widen(builder, read(builder, offset(builder, row, block, self.block_bytes), I32X16))
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(2))
-        return self._widen(builder, read_some(builder, offset(builder, row, block, 64), I32X16, n_bytes))
+        return self._widen(builder, read_some(builder, offset(builder, row, block, self.block_bytes), I32X16, n_bytes))
 
 
 class _F32:
+    block_bytes = 128
+
     def _split(self, builder: ir.IRBuilder, both: ir.Value) -> Pair:
         even, odd = (
             builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(_BIT, 16), list(range(first, BLOCK, 2))))
@@ -70,16 +79,20 @@ class _F32:
         return even, odd
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._split(builder, read(builder, offset(builder, row, block, 128), _FLOATS32))
+        return self._split(builder, read(builder, offset(builder, row, block, self.block_bytes), _FLOATS32))
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         n_bytes = builder.mul(columns, columns.type(4))
-        return self._split(builder, read_some(builder, offset(builder, row, block, 128), _FLOATS32, n_bytes))
+        return self._split(
+            builder, read_some(builder, offset(builder, row, block, self.block_bytes), _FLOATS32, n_bytes)
+        )
 
 
 class _Split:
+    block_bytes = 128
+
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        at = offset(builder, row, block, 128)
+        at = offset(builder, row, block, self.block_bytes)
         return read(builder, at, F32X16), read(builder, offset(builder, at, 64), F32X16)
 
 
@@ -87,6 +100,7 @@ class _Int8:
     """Two columns are one number of 16 bits. Each is taken as a multiple of 2^24 or 2^8, which the scale makes good:
     int8 · scale has no more than 18 bits when the scale has the 11 of a float16, so every value is exact."""
 
+    block_bytes = BLOCK
     _PAIRS = ir.VectorType(ir.IntType(16), 16)
 
     def _values(self, builder: ir.IRBuilder, pairs: ir.Value, scale: ir.Value) -> Pair:
@@ -99,11 +113,11 @@ class _Int8:
         return builder.fmul(builder.sitofp(values, F32X16), factor)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._values(builder, read(builder, offset(builder, row, block, BLOCK), self._PAIRS), scale)
+        return self._values(builder, read(builder, offset(builder, row, block, self.block_bytes), self._PAIRS), scale)
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
         return self._values(
-            builder, read_some(builder, offset(builder, row, block, BLOCK), self._PAIRS, columns), scale
+            builder, read_some(builder, offset(builder, row, block, self.block_bytes), self._PAIRS, columns), scale
         )
 
 
@@ -115,6 +129,11 @@ def _codes(builder: ir.IRBuilder, row: ir.Value, block: ir.Value) -> Pair:
 
 def _scale_byte(builder: ir.IRBuilder, scale: ir.Value, block: ir.Value) -> ir.Value:
     return builder.zext(read(builder, offset(builder, scale, block), ir.IntType(8)), _BIT)
+
+
+def _scale(builder: ir.IRBuilder, scale: ir.Value, block: ir.Value) -> ir.Value:
+    """A widened scale. Alone in memory it reaches all lanes by one load, while a byte takes three steps."""
+    return read(builder, offset(builder, scale, block, 4), ir.FloatType())
 
 
 def _power_of_two(builder: ir.IRBuilder, byte: ir.Value) -> ir.Value:
@@ -139,9 +158,11 @@ def _select(builder: ir.IRBuilder, codes: ir.Value, half_scale: ir.Value) -> ir.
 
 
 class _Mxfp4Portable:
+    block_bytes = 16
+
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        byte = _scale_byte(builder, scale, block)
-        half_scale = splat(builder, builder.shl(builder.sub(byte, _BIT(1)), _BIT(23)))
+        bits = builder.bitcast(_scale(builder, scale, block), _BIT)
+        half_scale = splat(builder, builder.sub(bits, _BIT(1 << 23)))
         even, odd = _codes(builder, row, block)
         return _select(builder, even, half_scale), _select(builder, odd, half_scale)
 
@@ -149,11 +170,11 @@ class _Mxfp4Portable:
 class _Mxfp4Avx512:
     """`vpermps` looks all 16 values up; the product with a power of two is exact."""
 
+    block_bytes = 16
     _TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        unit = _power_of_two(builder, _scale_byte(builder, scale, block))
-        table = builder.fmul(ir.Constant(F32X16, list(self._TABLE)), unit)
+        table = builder.fmul(ir.Constant(F32X16, list(self._TABLE)), splat(builder, _scale(builder, scale, block)))
         even, odd = (
             call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, table, codes)
             for codes in _codes(builder, row, block)
@@ -164,10 +185,11 @@ class _Mxfp4Avx512:
 class _Mxfp4Avx2:
     """`vpermps` of eight lanes looks the magnitude up by the low three bits; the sign is set beside it."""
 
+    block_bytes = 16
     _HALF = ir.VectorType(ir.FloatType(), 8)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        unit = _power_of_two(builder, _scale_byte(builder, scale, block))
+        unit = splat(builder, _scale(builder, scale, block))
         table = builder.fmul(ir.Constant(F32X16, list(_Mxfp4Avx512._TABLE[:8]) * 2), unit)
         table = self._part(builder, table, 0)
         even, odd = (self._look_up(builder, table, codes) for codes in _codes(builder, row, block))
@@ -190,6 +212,8 @@ class _Mxfp4Avx2:
 class _Mxfp4Edge:
     """Every scale byte but 255, exactly. Scale 0 is a subnormal; scales 253 and 254 would overflow with large codes,
     so they are taken as 252 and the rest, 2 or 4, goes to the activation: see `activation_factor`."""
+
+    block_bytes = 16
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
         byte = _scale_byte(builder, scale, block)

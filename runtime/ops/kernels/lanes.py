@@ -113,6 +113,12 @@ def write(builder: ir.IRBuilder, value: ir.Value, at: ir.Value) -> None:
     builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
 
 
+def prefetch(builder: ir.IRBuilder, at: ir.Value) -> None:
+    """Ask for the line of memory at an address, which may be no memory at all, into the second cache."""
+    number = ir.IntType(32)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), at, number(0), number(2), number(1))
+
+
 def read_some(builder: ir.IRBuilder, at: ir.Value, kind: ir.Type, n_bytes: ir.Value) -> ir.Value:
     """Load the first bytes of a value and zeros behind them; nothing past `n_bytes` is touched."""
     buffer = cgutils.alloca_once(builder, kind)

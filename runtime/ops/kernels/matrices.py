@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.ops.kernels.formats import BF16, F32, INT8, MXFP4, MXFP4_EDGE, SPLIT
+import numpy as np
+
+from runtime.ops.kernels.formats import BF16, F32, INT8, MXFP4, MXFP4_EDGE, SCALE_BYTES, SPLIT
 from runtime.ops.kernels.jit import VECTORS, inline, kernel
-from runtime.ops.kernels.lanes import Address, address, pointer
-from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row
+from runtime.ops.kernels.lanes import Address, address, hold, pointer
+from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, unpack_row, widen_scales
 
 PANELS = (8, 4, 2, 1)
 """Activation rows that are multiplied together: as many panels of eight as there are, then smaller ones."""
 
-_WIDE = {BF16: (3, 4, 8, 8), F32: (3, 4, 8, 8), SPLIT: (3, 6, 8, 8), INT8: (3, 4, 8, 8), MXFP4: (2, 4, 8, 4)}
+_WIDE = {BF16: (3, 4, 8, 8), F32: (3, 4, 8, 8), SPLIT: (3, 6, 8, 8), INT8: (3, 4, 8, 8), MXFP4: (2, 4, 4, 4)}
 _NARROW = {BF16: (3, 4, 4, 8), F32: (3, 4, 4, 8), SPLIT: (3, 4, 4, 8), INT8: (3, 4, 4, 8), MXFP4: (1, 1, 2, 4)}
 WEIGHT_ROWS = {**(_WIDE if VECTORS == "avx512" else _NARROW), MXFP4_EDGE: (1, 1, 1, 1)}
 """Weight rows in a tile beside each panel: the fastest of those measured. They cannot change a result."""
@@ -33,12 +35,12 @@ def panel_rows(left: int) -> int:
 
 
 def _scale_bytes(form: int) -> Any:
-    """scale_bytes(columns): of the scales of one row; without meaning where a format has none."""
-    per_row = form == INT8
+    """scale_bytes(columns): of the scales of one row."""
+    once, each = SCALE_BYTES.get(form, (0, 0))
 
     @inline
     def scale_bytes(columns: int) -> int:
-        return 4 if per_row else columns // 32
+        return once + each * (columns // 32)
 
     return scale_bytes
 
@@ -78,10 +80,10 @@ def _matrix(form: int) -> Any:
         out: Address,
         step: int,
     ) -> None:
-        groups = scale_bytes(columns)
+        row_scales = scale_bytes(columns)
         for first in range(0, count, BAND):
             here = min(BAND, count - first)
-            w, s, to = weight + first * stride, scale + first * groups, out + 4 * first
+            w, s, to = weight + first * stride, scale + first * row_scales, out + 4 * first
             r = 0
             while r < rows:
                 wide = panel_rows(rows - r)
@@ -97,7 +99,7 @@ def _matrix(form: int) -> Any:
                 for i in range(done, here):
                     for j in range(wide):
                         at, cell = panel + 128 * j, result + j * step + 4 * i
-                        dot_tile(form, 1, 1, w + i * stride, 0, s + i * groups, columns, at, 128 * wide, cell, 0)
+                        dot_tile(form, 1, 1, w + i * stride, 0, s + i * row_scales, columns, at, 128 * wide, cell, 0)
                 r += wide
 
     return matrix
@@ -167,14 +169,24 @@ def linear_int8(panels: Any, columns: int, weight: int, scale: int, out: Any, fi
 
 @kernel("void(float32[:,::1], intp, intp, boolean, float32[:,::1], intp, intp)")
 def linear_mxfp4(panels: Any, weight: int, scale: int, edge: bool, out: Any, first: int, last: int) -> None:
-    """The same for an MXFP4 matrix; `edge`: with scale bytes outside 2 to 252, then x has one row."""
+    """The same for an MXFP4 matrix; `edge`: with scale bytes outside 2 to 252, then x has one row.
+
+    Scales are widened a band at a time: that pays from the first row on, and a band's stay in the nearest cache.
+    """
     rows, columns = panels.shape
-    w, s = pointer(weight) + first * columns // 2, pointer(scale) + first * (columns // 32)
-    start, step, count = address(out) + 4 * first, 4 * out.shape[1], last - first
+    w, s, groups = pointer(weight), pointer(scale), columns // 32
+    start, step, stride = address(out), 4 * out.shape[1], columns // 2
     if edge:
-        edge_row(w, columns // 2, s, count, columns, address(panels), start)
-    else:
-        mxfp4_matrix(w, columns // 2, s, count, columns, address(panels), rows, start, step)
+        w, s, to = w + first * stride, s + first * groups, start + 4 * first
+        edge_row(w, stride, s, last - first, columns, address(panels), to)
+        return
+    scales = np.empty(BAND * groups + 15, np.float32)
+    for i in range(first, last, BAND):
+        here = min(BAND, last - i)
+        widen_scales(s + i * groups, here * groups, address(scales))
+        to = start + 4 * i
+        mxfp4_matrix(w + i * stride, stride, address(scales), here, columns, address(panels), rows, to, step)
+    hold(scales)
 
 
 @kernel("boolean(intp, intp, intp, intp, intp, intp)")

@@ -19,8 +19,23 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic as numba_intrinsic
 
-from runtime.ops.kernels.formats import BLOCK, FORMATS, INT8, Format, RaggedFormat
-from runtime.ops.kernels.lanes import BYTES, F32X16, call, fused, offset, pointer_type, read, splat, tree_sum, write
+from runtime.ops.kernels.formats import BLOCK, FORMATS, SCALE_BYTES, Format, RaggedFormat
+from runtime.ops.kernels.lanes import (
+    BYTES,
+    F32X16,
+    I32X16,
+    call,
+    constant,
+    fused,
+    offset,
+    pointer_type,
+    prefetch,
+    read,
+    read_some,
+    splat,
+    tree_sum,
+    write,
+)
 
 _INT = ir.IntType(64)
 _SPLIT_BLOCK_BYTES = 4 * BLOCK
@@ -65,8 +80,7 @@ def dot_tile(
 ) -> Any:  # fmt: skip
     """n weight rows times r activation rows: out[r, n].
 
-    weight: the first row, the next one `stride` bytes behind; scale: its scales, one byte per block of 32 columns, or
-    one float32 a row.
+    weight: the first row, the next one `stride` bytes behind; scale: its scales, as the format has them.
     x: the first block of each of the r rows in split layout; `x_step` bytes behind, their second blocks; and so on.
     out: the next row of results `step` bytes behind.
     """
@@ -80,7 +94,8 @@ def dot_tile(
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
         w_rows = [offset(builder, weight, i, stride) for i in range(rows)]
-        scale_bytes = _INT(4) if form.literal_value == INT8 else blocks
+        once, each = (_INT(n) for n in SCALE_BYTES.get(form.literal_value, (0, 0)))
+        scale_bytes = builder.add(once, builder.mul(each, blocks))
         scales = [offset(builder, scale, i, scale_bytes) for i in range(rows)]
         x_rows = [offset(builder, x, j, _SPLIT_BLOCK_BYTES) for j in range(activations)]
         sums = _zeros(builder, rows * activations)
@@ -95,6 +110,8 @@ def dot_tile(
                         _accumulate(builder, sums[j * rows + i], pair[parity], scaled)
 
         with _blocks(builder, blocks) as block:
+            for row in w_rows:  # the same block of the next tile: rows are too short for the CPU to foresee them
+                prefetch(builder, offset(builder, offset(builder, row, block, decoder.block_bytes), stride, rows))
             multiply([decoder.block(builder, w_rows[i], scales[i], block) for i in range(rows)], block)
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
@@ -190,6 +207,29 @@ def mix_tile(
         return context.get_dummy_value()
 
     return _signature(form, m, "pnpnnpnpn"), codegen
+
+
+@_intrinsic
+def widen_scales(typing: Any, start: Any, count: Any, out: Any) -> Any:
+    """Write 2^(byte − 127) for `count` bytes from 1 to 254 as float32, and rubbish up to a multiple of 16."""
+    sixteen = ir.VectorType(ir.IntType(8), 16)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        start, count, out = args
+
+        def widen(scales: ir.Value, block: ir.Value) -> None:
+            bits = builder.shl(builder.zext(scales, I32X16), constant(ir.IntType(32), 23))
+            write(builder, bits, offset(builder, out, block, 64))
+
+        blocks = builder.sdiv(count, _INT(16))
+        with _blocks(builder, blocks) as block:
+            widen(read(builder, offset(builder, start, block, 16), sixteen), block)
+        rest = builder.srem(count, _INT(16))
+        with builder.if_then(builder.icmp_signed(">", rest, _INT(0))):
+            widen(read_some(builder, offset(builder, start, blocks, 16), sixteen, rest), blocks)
+        return context.get_dummy_value()
+
+    return signature(types.void, pointer_type, types.intp, pointer_type), codegen
 
 
 @_intrinsic
