@@ -172,11 +172,13 @@ def joined(events: list[Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def served(engine: Engine, queue: int = 8, connections: int = 64, **settings: Any) -> Iterator[Served]:
+def served(
+    engine: Engine, queue: int = 8, connections: int = 64, disk: Any = None, **settings: Any
+) -> Iterator[Served]:
     """A server over a lent engine, ready; stopped when the block ends."""
     listener, over = bind("127.0.0.1", 0), threading.Event()
     metrics = Metrics()
-    worker = Worker(lambda: engine, queue, metrics)
+    worker = Worker(lambda: engine, queue, metrics, disk)
     metrics.watch(worker)
     app = make_app(worker, Settings(MODEL, **settings))
     thread = threading.Thread(target=serve_until, args=(app, listener, worker, over.is_set, connections))

@@ -25,7 +25,7 @@ from serverside import HANGS_S, MODEL, ScriptedModel, Served, joined, lend, serv
 
 from runtime.drives.throttled import Limit
 from runtime.errors import StorageError
-from runtime.generate import Engine
+from runtime.generate import Engine, embedded_model
 from runtime.server.health import Drive
 from runtime.text.chat import render
 from runtime.weights.layout import Layout
@@ -580,6 +580,8 @@ def test_what_the_readme_shows_of_the_server(start: Start, tmp_path: Path) -> No
         (["--heartbeat", "0"], "--heartbeat 0"),
         (["--api-key", " "], "--api-key is empty"),
         (["--snapshots", "much"], "--snapshots 'much'"),
+        (["--snapshots-dir", "/no/such/place"], "--snapshots-dir /no/such/place"),
+        (["--snapshots-dir", str(embedded_model())], "is in the model's directory"),
     ],
 )
 def test_settings_that_cannot_be(cli: Command, options: list[str], message: str) -> None:

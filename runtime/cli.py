@@ -243,6 +243,10 @@ def serve(
     snapshots: Annotated[
         str | None, typer.Option(metavar="SIZE|off", help="Memory for earlier conversations. [default: two of them]")
     ] = None,
+    snapshots_dir: Annotated[
+        Path | None, typer.Option(help="Where they go that memory lets go, and at the end. [default: nowhere]")
+    ] = None,
+    snapshots_disk: Annotated[str, typer.Option(metavar="SIZE", help="At most, in that directory.")] = "20G",
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line per request, without its text.")] = False,
     context: Context = None,
     backend: Backend = None,
@@ -267,9 +271,10 @@ def serve(
     from runtime.commands.serve import serve as command
 
     serving = Serving(
-        host, port, model_name, api_key, allow_origin or (), queue, connections, heartbeat,
-        parse_size(max_body, "--max-body"), log_requests,
-    )  # fmt: skip
+        *(host, port, model_name, api_key, allow_origin or (), queue, connections, heartbeat),
+        *(parse_size(max_body, "--max-body"), log_requests, snapshots_dir),
+        parse_size(snapshots_disk, "--snapshots-disk"),
+    )
     loading = _loading(
         *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
         trace,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
+from runtime.commands.arguments import output_file
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, say
 from runtime.commands.tracing import Tracing
 from runtime.errors import Cancelled, UsageError
-from runtime.generate import Engine
+from runtime.generate import Engine, Spill
+from runtime.generate.spill import SUFFIX
 from runtime.server.app import Settings, make_app
 from runtime.server.metrics import Metrics
 from runtime.server.run import bind, serve_until
@@ -35,6 +38,8 @@ class Serving:
     heartbeat_s: float = 10.0
     body_bytes: int = 16_000_000
     log_requests: bool = False
+    snapshots_dir: Path | None = None
+    snapshots_disk: int = 20_000_000_000
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -54,6 +59,12 @@ class Serving:
 
 def serve(loading: Loading, serving: Serving) -> None:
     """Serve until interrupted. The socket is bound before anything is loaded; what loading raises is raised."""
+    directory = serving.snapshots_dir
+    if directory is not None:
+        if not directory.is_dir():
+            raise UsageError(f"--snapshots-dir {directory}: there is no such directory")
+        output_file(directory / SUFFIX, "--snapshots-dir", loading.sources)
+    disk = None if directory is None else lambda engine: Spill(directory, serving.snapshots_disk, engine, say)
     listener = bind(serving.host, serving.port)
     loopback = is_loopback(listener.getsockname()[0])
     if not loopback and serving.api_key is None:
@@ -73,7 +84,7 @@ def serve(loading: Loading, serving: Serving) -> None:
             say(f"serving  {serving.name(loading)} at {url}/v1")
             return engine
 
-        worker = Worker(load, serving.queue, metrics)
+        worker = Worker(load, serving.queue, metrics, disk)
         metrics.watch(worker)
         settings = Settings(
             serving.name(loading),

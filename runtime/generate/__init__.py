@@ -4,6 +4,19 @@ from runtime.generate.embedded import embedded_model
 from runtime.generate.engine import Engine, Session, Step
 from runtime.generate.plan import MemoryPlan
 from runtime.generate.sampling import Sampler, greedy
-from runtime.generate.snapshots import Snapshot, Snapshots
+from runtime.generate.snapshots import Disk, Snapshot, Snapshots
+from runtime.generate.spill import Spill
 
-__all__ = ["Engine", "MemoryPlan", "Sampler", "Session", "Snapshot", "Snapshots", "Step", "embedded_model", "greedy"]
+__all__ = [
+    "Disk",
+    "Engine",
+    "MemoryPlan",
+    "Sampler",
+    "Session",
+    "Snapshot",
+    "Snapshots",
+    "Spill",
+    "Step",
+    "embedded_model",
+    "greedy",
+]

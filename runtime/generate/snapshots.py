@@ -2,13 +2,15 @@
 
 A snapshot is the state after some tokens, with the logits that follow where they were computed. It serves a prompt
 that begins with exactly those tokens, and none other: a recurrent state cannot be taken back by even one token. What
-is kept never takes more than a budget of bytes; the snapshot used longest ago goes first.
+is kept in memory never takes more than a budget of bytes; the snapshot used longest ago is let go first, to a disk
+where there is one for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from runtime.generate.sampling import Logits
 from runtime.model.state import State
@@ -30,11 +32,24 @@ class Snapshot:
     nbytes: int
 
 
+class Disk(Protocol):
+    """Where snapshots go that memory lets go."""
+
+    def longest(self, prompt: Sequence[int], beyond: int) -> Snapshot | None:
+        """The longest of more than `beyond` tokens that the prompt extends, or equals when the logits are there."""
+        ...
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Keep it. Never raises for what the disk cannot do."""
+        ...
+
+
 class Snapshots:
     """Snapshots within `budget_bytes`, in the order in which they were last used. For one thread at a time."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, disk: Disk | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self._disk = disk
         self.held_bytes = 0
         self._kept: list[Snapshot] = []
 
@@ -43,7 +58,7 @@ class Snapshots:
 
     def fits(self, nbytes: int) -> bool:
         """Whether one of this size may be kept at all."""
-        return nbytes <= self.budget_bytes
+        return nbytes <= self.budget_bytes or self._disk is not None
 
     def longest(self, prompt: Sequence[int]) -> Snapshot | None:
         """The longest that the prompt extends, or equals when the logits are there."""
@@ -54,6 +69,10 @@ class Snapshots:
             if ids[: len(kept.ids)] == kept.ids and (len(kept.ids) < len(ids) or kept.logits is not None)
         ]
         best = max(fitting, key=lambda kept: len(kept.ids), default=None)
+        known = 0 if best is None else len(best.ids)
+        if self._disk is not None and (read := self._disk.longest(prompt, known)) is not None:
+            self._hold(read)
+            return read
         if best is not None:
             self._kept.remove(best)
             self._kept.append(best)
@@ -75,12 +94,22 @@ class Snapshots:
         """Keep it, in place of one with the same tokens; let go what there is no room for, it included."""
         for kept in [kept for kept in self._kept if kept.ids == snapshot.ids]:
             self._drop(kept)
-        if not self.fits(snapshot.nbytes):
-            return
+        self._hold(snapshot)
+
+    def put_down(self) -> None:
+        """Have the disk, if there is one, keep everything."""
+        if self._disk is not None:
+            for kept in self._kept:
+                self._disk.write(kept)
+
+    def _hold(self, snapshot: Snapshot) -> None:
         self._kept.append(snapshot)
         self.held_bytes += snapshot.nbytes
         while self.held_bytes > self.budget_bytes:
-            self._drop(self._kept[0])
+            let_go = next((kept for kept in self._kept if kept.nbytes > self.budget_bytes), self._kept[0])
+            self._drop(let_go)
+            if self._disk is not None:
+                self._disk.write(let_go)
 
     def _drop(self, snapshot: Snapshot) -> None:
         self._kept.remove(snapshot)

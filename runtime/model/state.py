@@ -6,8 +6,11 @@ state and commits the new one only when it has succeeded, so a cancelled or fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
 
 from runtime.config import ModelConfig
 from runtime.ops import Array, LatentCache, Ops
@@ -73,3 +76,41 @@ def state_nbytes(config: ModelConfig, context: int, element_size: int) -> int:
     latent = context * (config.kv_lora_rank + config.qk_rope_head_dim)
     layers = range(config.num_hidden_layers)
     return element_size * sum(recurrent if config.is_kda(layer) else latent for layer in layers)
+
+
+def arrays_of_state(state: State, ops: Ops) -> dict[str, npt.NDArray[Any]]:
+    """Everything the state remembers, by name. On some backends the arrays are the state's own."""
+    return {
+        f"{number}.{name}": ops.numpy(getattr(layer, name))[: None if isinstance(layer, KdaState) else state.length]
+        for number, layer in enumerate(state.layers)
+        for name in _parts(layer)
+    }
+
+
+def state_of_arrays(
+    config: ModelConfig, ops: Ops, capacity: int, length: int, arrays: Mapping[str, npt.NDArray[Any]]
+) -> State:
+    """The state after `length` tokens that `arrays_of_state` was given, with room for `capacity` tokens.
+
+    Raises KeyError for an array that is missing, ValueError for one of another shape than the model's.
+    """
+    state = new_state(config, ops, capacity)
+    for number, layer in enumerate(state.layers):
+        found = {name: arrays[f"{number}.{name}"] for name in _parts(layer)}
+        if isinstance(layer, KdaState):
+            for name, array in found.items():
+                if array.shape != tuple(getattr(layer, name).shape):
+                    raise ValueError(f"{number}.{name}: {array.shape}")
+            state.layers[number] = KdaState(**{name: ops.vector(array) for name, array in found.items()})
+            continue
+        for name, array in found.items():
+            if array.shape != (length, *getattr(layer, name).shape[1:]):
+                raise ValueError(f"{number}.{name}: {array.shape}")
+            setattr(layer, name, ops.vector(array))
+        layer.length = length
+    state.length = length
+    return state
+
+
+def _parts(layer: LayerState) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(layer)) if isinstance(layer, KdaState) else layer.parts

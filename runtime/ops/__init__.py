@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,9 @@ class LatentCache(Protocol):
     def append(self, latent: Array, key: Array) -> int:
         """Write T rows behind `length`; return `length` + T. Raises UsageError past `capacity`."""
         ...
+
+    parts: ClassVar[tuple[str, ...]]
+    """The attributes that are arrays [at least `length`, …]; rows up to `length` are what is remembered."""
 
     def copy(self) -> LatentCache:
         """The rows up to `length`, of their own: appending to one leaves the other as it is."""

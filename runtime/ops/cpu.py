@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,8 @@ class Expert:
 
 class SplitCache:
     """MLA's cache of one layer: rows of latent and key in split layout, grown as positions come."""
+
+    parts: ClassVar[tuple[str, ...]] = ("entries",)
 
     def __init__(self, capacity: int, rank: int, rope: int) -> None:
         self.length, self.capacity = 0, capacity

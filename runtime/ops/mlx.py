@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,8 @@ class MlxExpert(NamedTuple):
 
 class MlxLatentCache:
     """MLA's cache of one layer, one row [rank + rope] per position, in an array that doubles as it fills."""
+
+    parts: ClassVar[tuple[str, ...]] = ("rows",)
 
     def __init__(self, capacity: int, rank: int, rope: int) -> None:
         self.length = 0

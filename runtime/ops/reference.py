@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,8 @@ def situ(g: F64, u: F64, beta: float, linear_beta: float | None) -> F64:
 
 class ReferenceCache:
     """MLA's cache of one layer in float64; see `LatentCache`."""
+
+    parts: ClassVar[tuple[str, ...]] = ("latent", "key")
 
     def __init__(self, capacity: int, rank: int, rope: int) -> None:
         self.length = 0

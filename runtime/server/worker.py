@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from runtime.errors import Cancelled, ExpertstreamError
-from runtime.generate import Engine, Session, Snapshots
+from runtime.generate import Disk, Engine, Session, Snapshots
 from runtime.server.errors import ApiError, from_engine
 from runtime.server.metrics import Metrics
 from runtime.server.tasks import Task
@@ -110,8 +110,14 @@ class Job:
 class Worker:
     """`start` it, `submit` tasks, `stop` it. `state` is loading, ready, or stopped; `failure` says why it stopped."""
 
-    def __init__(self, load: Callable[[], Engine], queue: int, metrics: Metrics) -> None:
-        """`load` is called on the worker's thread. `queue` jobs may wait."""
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        queue: int,
+        metrics: Metrics,
+        disk: Callable[[Engine], Disk] | None = None,
+    ) -> None:
+        """`load` and `disk`, where snapshots go, are called on the worker's thread. `queue` jobs may wait."""
         self.state: Literal["loading", "ready", "stopped"] = "loading"
         self.failure: BaseException | None = None
         self.running: Running | None = None
@@ -119,7 +125,7 @@ class Worker:
         self.limit = queue
         self.snapshots = Snapshots(0)
         self.metrics = metrics
-        self._load = load
+        self._load, self._disk = load, disk
         self._engine: Engine | None = None
         self._waiting: deque[Job] = deque()
         self._stopping = False
@@ -187,10 +193,11 @@ class Worker:
     def _live(self) -> None:
         try:
             with self._load() as engine:
-                self._engine, self.snapshots = engine, Snapshots(engine.plan.snapshots)
+                self._engine, self.snapshots = engine, self._memory(engine)
                 self.state = "ready"
                 while (job := self._next()) is not None:
                     self._do(engine, job)
+                self.snapshots.put_down()
         except BaseException as error:  # whoever runs the server raises it again
             self.failure = error
         finally:
@@ -199,6 +206,13 @@ class Worker:
                 left, self._waiting = list(self._waiting), deque()
             for job in left:
                 job.tell(Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error")))
+
+    def _memory(self, engine: Engine) -> Snapshots:
+        """Within the plan. With a disk, room for one as long as the context is for those on their way there or back."""
+        budget = engine.plan.snapshots
+        if self._disk is None:
+            return Snapshots(budget)
+        return Snapshots(max(0, budget - engine.snapshot_nbytes(engine.context)), self._disk(engine))
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -1,0 +1,130 @@
+"""Snapshots on disk: what memory lets go, and what is left when the program ends.
+
+One file each, in a directory that the user names, of at most so many bytes together; the one used longest ago goes
+first. A file says which engine it is of and carries the digest of its bytes: what is another engine's is left alone,
+what is damaged is removed, and neither is ever gone on from. Files of other names are never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+import runtime
+from runtime.checkpoint.arrays import read_arrays, write_arrays
+from runtime.errors import CheckpointError
+from runtime.generate.engine import Engine
+from runtime.generate.snapshots import Snapshot
+from runtime.model.state import arrays_of_state, state_of_arrays
+
+SUFFIX = ".snapshot.safetensors"
+IDS, LOGITS, ENGINE = "ids", "logits", "engine"
+
+
+class Spill:
+    """The snapshots of one engine in a directory. `tell` hears, once, why one could not be written."""
+
+    def __init__(self, directory: Path, budget_bytes: int, engine: Engine, tell: Callable[[str], None]) -> None:
+        self._directory, self._budget_bytes, self._engine, self._tell = directory, budget_bytes, engine, tell
+        self._told = False
+        self._identity = identity(engine)
+        self._ids: dict[Path, tuple[int, ...]] = {}
+        for path in directory.glob(f"*{SUFFIX}"):
+            if (ids := self._ids_in(path)) is not None:
+                self._ids[path] = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def longest(self, prompt: Sequence[int], beyond: int) -> Snapshot | None:
+        """The longest of more than `beyond` tokens that the prompt extends, or equals when the logits are there."""
+        ids = tuple(prompt)
+        fitting = [path for path, kept in self._ids.items() if len(kept) > beyond and ids[: len(kept)] == kept]
+        for path in sorted(fitting, key=lambda path: len(self._ids[path]), reverse=True):
+            snapshot = self._read(path)
+            if snapshot is not None and (len(snapshot.ids) < len(ids) or snapshot.logits is not None):
+                return snapshot
+        return None
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Keep it, unless it is there; what cannot be written is let go."""
+        name = hashlib.sha256((self._identity + json.dumps(snapshot.ids)).encode()).hexdigest()[:32]
+        path = self._directory / f"{name}{SUFFIX}"
+        if path in self._ids or snapshot.nbytes > self._budget_bytes:
+            return
+        arrays = arrays_of_state(snapshot.state, self._engine.ops) | {IDS: np.array(snapshot.ids, np.int64)}
+        if snapshot.logits is not None:
+            arrays[LOGITS] = snapshot.logits
+        try:
+            self._make_room(snapshot.nbytes)
+            write_arrays(path, arrays, {ENGINE: self._identity})
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._tell(f"cannot keep a conversation in {self._directory}: {error.strerror or error}")
+            return
+        self._ids[path] = snapshot.ids
+
+    def _make_room(self, nbytes: int) -> None:
+        """Remove the files used longest ago, whichever engine's they are."""
+        files = []
+        for path in self._directory.glob(f"*{SUFFIX}"):
+            with suppress(OSError):
+                found = path.stat()
+                files.append((found.st_mtime_ns, found.st_size, path))
+        held = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if held + nbytes <= self._budget_bytes:
+                return
+            self._remove(path)
+            held -= size
+
+    def _read(self, path: Path) -> Snapshot | None:
+        """The snapshot, marked as used; None, and the file is gone, where it is not what was written."""
+        engine = self._engine
+        try:
+            arrays, _ = read_arrays(path)
+            ids = tuple(arrays.pop(IDS).tolist())
+            logits = arrays.pop(LOGITS, None)
+            state = state_of_arrays(engine.config, engine.ops, engine.context, len(ids), arrays)
+        except (CheckpointError, KeyError, ValueError):
+            self._remove(path)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return Snapshot(ids, state, logits, engine.snapshot_nbytes(len(ids)))
+
+    def _ids_in(self, path: Path) -> tuple[int, ...] | None:
+        """The tokens of a file of this engine."""
+        try:
+            with safetensors.safe_open(path, "np") as file:
+                if (file.metadata() or {}).get(ENGINE) == self._identity:
+                    return tuple(file.get_tensor(IDS).tolist())
+        except (OSError, safetensors.SafetensorError):
+            pass
+        return None
+
+    def _remove(self, path: Path) -> None:
+        self._ids.pop(path, None)
+        with suppress(OSError):
+            path.unlink()
+
+
+def identity(engine: Engine) -> str:
+    """What a state depends on beside its tokens: weights, arithmetic, build and machine."""
+    parts = (
+        engine.checkpoint.fingerprint,
+        engine.ops.name,
+        engine.model.trunk.precision,
+        runtime.__version__,
+        platform.machine(),
+    )
+    return " ".join(parts)
