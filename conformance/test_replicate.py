@@ -30,6 +30,7 @@ from runtime.setup import copies as opened
 from runtime.setup import replicate as work
 from runtime.setup import target as writing
 from runtime.setup.replicate import choose
+from runtime.setup.synth import synthesize
 from runtime.setup.target import PART, Target
 from runtime.setup.usage import hottest_first, read_usage
 from runtime.weights.heat import Heat
@@ -40,6 +41,14 @@ ROUTES = ROOT.parent / "shared" / "data" / "k3-routes-12x92x16.npy"
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large_experts(tmp_path_factory.mktemp("large") / "model")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of eight experts. Not to be written to."""
+    path = tmp_path_factory.mktemp("small") / "model"
+    synthesize("tiny", path, layers=3, experts=8, top_k=2, vocab=1024)
+    return path
 
 
 @pytest.fixture
@@ -173,57 +182,57 @@ def test_without_a_file_what_runs_have_learned_decides(cli: Command, large: Path
 # -- what is written -----------------------------------------------------------------------------------------------
 
 
-def test_copies_are_the_experts_and_the_manifest_lies_beside_them(cli: Command, tiny: Path, to: Path) -> None:
-    ended = cli(*line(tiny, to))
+def test_copies_are_the_experts_and_the_manifest_lies_beside_them(cli: Command, small: Path, to: Path) -> None:
+    ended = cli(*line(small, to))
     assert ended.status == 0
-    assert ended.out.startswith("copied   128 experts, 1.25 MB in ")
-    assert len(right(tiny, to)) == 128
-    with Checkpoint.open(tiny) as checkpoint:
+    assert ended.out.startswith("copied   16 experts, 157 kB in ")
+    assert len(right(small, to)) == 16
+    with Checkpoint.open(small) as checkpoint:
         for path in (to / COPY_NAME, manifest_path(checkpoint)):
             assert Manifest.load(path, checkpoint).known.all()
-    assert cli("verify", "--model", tiny, "--drive", f"a={to}").status == 0
-    run = cli("run", *on(tiny), "--prompt-ids", "1,2", "--max-new", 1, "--drive", f"a={to}")
-    assert "         a: 128 of 128 experts, " in run.err
-    assert "verify   the first read of each expert and drive, 128 of 128 experts in the manifest" in run.err
+    assert cli("verify", "--model", small, "--drive", f"a={to}").status == 0
+    run = cli("run", *on(small), "--prompt-ids", "1,2", "--max-new", 1, "--drive", f"a={to}")
+    assert "         a: 16 of 16 experts, " in run.err
+    assert "verify   the first read of each expert and drive, 16 of 16 experts in the manifest" in run.err
     before = {path.name: path.stat().st_ino for path in to.iterdir() if path.name != COPY_NAME}
-    again = cli(*line(tiny, to))
+    again = cli(*line(small, to))
     assert again.status == 0
     assert "copied   0 experts" in again.out
-    assert "right    128 copies that were there" in again.out
+    assert "right    16 copies that were there" in again.out
     assert {path.name: path.stat().st_ino for path in to.iterdir() if path.name != COPY_NAME} == before
 
 
-def test_scattered_experts_are_gathered(cli: Command, tiny: Path, tmp_path: Path, to: Path) -> None:
-    scattered = rewrite(tiny, tmp_path / "scattered")
+def test_scattered_experts_are_gathered(cli: Command, small: Path, tmp_path: Path, to: Path) -> None:
+    scattered = rewrite(small, tmp_path / "scattered")
     assert cli(*line(scattered, to)).status == 0
-    assert len(right(tiny, to)) == 128
+    assert len(right(small, to)) == 16
 
 
-def test_where_copies_lie_already_the_others_go(cli: Command, tiny: Path, to: Path) -> None:
-    write_experts(tiny, to / "k3-experts", lambda layer, _: layer == 1)
-    assert cli(*line(tiny, to)).status == 0
-    assert len(right(tiny, to / "k3-experts")) == 128
+def test_where_copies_lie_already_the_others_go(cli: Command, small: Path, to: Path) -> None:
+    write_experts(small, to / "k3-experts", lambda layer, _: layer == 1)
+    assert cli(*line(small, to)).status == 0
+    assert len(right(small, to / "k3-experts")) == 16
     assert os.listdir(to).count(COPY_NAME) == 1
 
 
-def test_damaged_and_truncated_copies_of_ours_are_written_anew(cli: Command, tiny: Path, to: Path) -> None:
-    assert cli(*line(tiny, to)).status == 0
-    flip(to / "L3-E4.bin", 500)
+def test_damaged_and_truncated_copies_of_ours_are_written_anew(cli: Command, small: Path, to: Path) -> None:
+    assert cli(*line(small, to)).status == 0
+    flip(to / "L2-E4.bin", 500)
     os.truncate(to / "L2-E1.bin", 77)
-    (to / "L5-E5.bin").unlink()
-    ended = cli(*line(tiny, to))
+    (to / "L1-E5.bin").unlink()
+    ended = cli(*line(small, to))
     assert ended.status == 0
     assert "copied   3 experts" in ended.out
     assert "1 of them in place of wrong ones" in ended.out
-    assert len(right(tiny, to)) == 128
+    assert len(right(small, to)) == 16
 
 
-def test_files_of_others_are_left_as_they_are(cli: Command, tiny: Path, to: Path) -> None:
+def test_files_of_others_are_left_as_they_are(cli: Command, small: Path, to: Path) -> None:
     to.rmdir()
-    write_experts(tiny, to, lambda layer, expert: layer == 1 and expert < 3)
+    write_experts(small, to, lambda layer, expert: layer == 1 and expert < 3)
     flip(to / "L1-E1.bin", 3)
     before = (to / "L1-E1.bin").read_bytes()
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 4
     assert ended.err.splitlines()[-2].startswith(
         f"error: {to} has 1 files with the name of an expert that are not this"
@@ -232,15 +241,15 @@ def test_files_of_others_are_left_as_they_are(cli: Command, tiny: Path, to: Path
     assert (to / "L1-E1.bin").read_bytes() == before
     assert len(os.listdir(to)) == 3
     os.truncate(to / "L1-E1.bin", 9)
-    assert cli(*line(tiny, to)).status == 4
-    assert cli(*line(tiny, to)).status == 4, "it has not become ours"
-    assert cli(*line(tiny, to, "all", "--replace")).status == 0
-    assert len(right(tiny, to)) == 128
+    assert cli(*line(small, to)).status == 4
+    assert cli(*line(small, to)).status == 4, "it has not become ours"
+    assert cli(*line(small, to, "all", "--replace")).status == 0
+    assert len(right(small, to)) == 16
 
 
-def test_a_replica_of_another_model_is_refused(cli: Command, tiny: Path, large: Path, to: Path) -> None:
+def test_a_replica_of_another_model_is_refused(cli: Command, small: Path, large: Path, to: Path) -> None:
     assert cli(*line(large, to, "7M")).status == 0
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 2
     assert "is the manifest of another model" in last(ended)
     assert right(large, to) == ["L1-E0.bin"]
@@ -249,25 +258,25 @@ def test_a_replica_of_another_model_is_refused(cli: Command, tiny: Path, large: 
 # -- sources -------------------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_is_wrong_is_passed_over_or_named(cli: Command, tiny: Path, to: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(tiny, tmp_path / "model")
+def test_a_source_that_is_wrong_is_passed_over_or_named(cli: Command, small: Path, to: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(small, tmp_path / "model")
     good = write_experts(model, tmp_path / "good", every)
     assert cli("verify", "--model", model).status == 0
-    flip_in_model(model, 4, 5, 10)
+    flip_in_model(model, 2, 5, 10)
     ended = cli(*line(model, to))
     assert ended.status == 4
     assert "1 experts could not be copied: no source gives the right bytes" in ended.err
-    assert last(ended).startswith("  layer 4 expert 5: drive model: model-0000")
-    assert "L4-E5.bin" not in right(tiny, to)
+    assert last(ended).startswith("  layer 2 expert 5: drive model: model-0000")
+    assert "L2-E5.bin" not in right(small, to)
     assert cli(*line(model, to, "all", "--from", f"good={good}")).status == 0
-    assert len(right(tiny, to)) == 128
+    assert len(right(small, to)) == 16
 
 
 def test_what_cannot_be_read_is_read_elsewhere(
-    cli: Command, tiny: Path, to: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, small: Path, to: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = write_experts(tiny, tmp_path / "good", every)
-    assert cli("verify", "--model", tiny).status == 0
+    good = write_experts(small, tmp_path / "good", every)
+    assert cli("verify", "--model", small).status == 0
 
     class Ill(RealDevice):
         def read(self, file: str, offset: int, into: memoryview) -> int:
@@ -276,31 +285,31 @@ def test_what_cannot_be_read_is_read_elsewhere(
             return super().read(file, offset, into)
 
     monkeypatch.setattr(opened, "RealDevice", Ill)
-    ended = cli(*line(tiny, to, "30k"))
+    ended = cli(*line(small, to, "30k"))
     assert ended.status == 4
     assert "Input/output error" in last(ended)
-    assert right(tiny, to) == []
-    assert cli(*line(tiny, to, "all", "--from", f"good={good}")).status == 0
-    assert len(right(tiny, to)) == 128
+    assert right(small, to) == []
+    assert cli(*line(small, to, "all", "--from", f"good={good}")).status == 0
+    assert len(right(small, to)) == 16
 
 
-def test_a_stale_drive_never_speaks_for_the_model(cli: Command, tiny: Path, to: Path, tmp_path: Path) -> None:
+def test_a_stale_drive_never_speaks_for_the_model(cli: Command, small: Path, to: Path, tmp_path: Path) -> None:
     """With no manifest at home, the model's directory decides, not a source that has a manifest of its own."""
-    old = shutil.copytree(tiny, tmp_path / "old")
-    flip_in_model(old, 3, 3, 33)
+    old = shutil.copytree(small, tmp_path / "old")
+    flip_in_model(old, 1, 3, 33)
     (tmp_path / "stale").mkdir()
     assert cli(*line(old, tmp_path / "stale")).status == 0
-    with Checkpoint.open(tiny) as checkpoint:
+    with Checkpoint.open(small) as checkpoint:
         manifest_path(checkpoint).unlink()
-    assert cli(*line(tiny, to, "all", "--from", f"stale={tmp_path / 'stale'}")).status == 0
-    assert len(right(tiny, to)) == 128
+    assert cli(*line(small, to, "all", "--from", f"stale={tmp_path / 'stale'}")).status == 0
+    assert len(right(small, to)) == 16
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 
-def test_targets_that_are_refused(cli: Command, tiny: Path, tmp_path: Path, to: Path) -> None:
-    model = shutil.copytree(tiny, tmp_path / "model")
+def test_targets_that_are_refused(cli: Command, small: Path, tmp_path: Path, to: Path) -> None:
+    model = shutil.copytree(small, tmp_path / "model")
     (model / "inside").mkdir()
     (tmp_path / "file").write_text("")
     for place, said in (
@@ -312,6 +321,7 @@ def test_targets_that_are_refused(cli: Command, tiny: Path, tmp_path: Path, to: 
         ended = cli(*line(model, place))
         assert ended.status == 2
         assert said in last(ended)
+    assert cli(*line(tmp_path / "none", to)).status == 3
     ended = cli(*line(model, to, "all", "--from", f"x={to}"))
     assert ended.status == 2
     assert "is inside the directory of drive x" in last(ended)
@@ -319,17 +329,17 @@ def test_targets_that_are_refused(cli: Command, tiny: Path, tmp_path: Path, to: 
     assert ended.status == 2
     assert "is on the device of the model's directory" in last(ended)
     assert not list(to.iterdir())
-    assert sorted(p.name for p in model.iterdir()) == sorted([*(p.name for p in tiny.iterdir()), "inside"])
+    assert sorted(p.name for p in model.iterdir()) == sorted([*(p.name for p in small.iterdir()), "inside"])
 
 
-def test_one_at_a_time(cli: Command, tiny: Path, to: Path) -> None:
+def test_one_at_a_time(cli: Command, small: Path, to: Path) -> None:
     fd = os.open(to, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     os.close(fd)
     assert ended.status == 2
     assert "another replicate is writing there" in last(ended)
-    assert cli(*line(tiny, to)).status == 0
+    assert cli(*line(small, to)).status == 0
 
 
 def test_the_floor(cli: Command, large: Path, to: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,27 +384,27 @@ def test_a_full_drive_is_one_line_and_leaves_whole_copies(
         assert len(right(large, mount / "copies")) == 8
 
 
-def test_a_read_only_target_is_one_line(cli: Command, tiny: Path, tmp_path: Path) -> None:
+def test_a_read_only_target_is_one_line(cli: Command, small: Path, tmp_path: Path) -> None:
     with ext4_image(tmp_path) as (_, mount):
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True, capture_output=True)
-        ended = cli(*line(tiny, mount))
+        ended = cli(*line(small, mount))
         assert ended.status == 4
         assert last(ended) == f"error: cannot write to {mount}: Read-only file system"
 
 
 def test_from_a_model_that_cannot_be_written_to_another_device(
-    cli: Command, tiny: Path, tmp_path: Path, to: Path
+    cli: Command, small: Path, tmp_path: Path, to: Path
 ) -> None:
     with ext4_image(tmp_path) as (_, mount):
-        model = shutil.copytree(tiny, mount / "model")
+        model = shutil.copytree(small, mount / "model")
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True, capture_output=True)
         assert cli("verify", "--model", model).status == 0
         assert cli("replicate", "--model", model, "--to", to, "--budget", "all", "--floor", 1).status == 0
-        assert len(right(model, to)) == 128
+        assert len(right(model, to)) == 16
 
 
 def test_a_drive_that_does_not_keep_what_is_written(
-    cli: Command, tiny: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, small: Path, to: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(path: Path, data: memoryview) -> None:
         path.write_bytes(data)
@@ -402,16 +412,16 @@ def test_a_drive_that_does_not_keep_what_is_written(
             flip(path, 9)
 
     monkeypatch.setattr(writing, "_write", forgetful)
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 4
     assert "what was written is not what is read back, in MiB 1: this drive, or its cable, cannot be trusted" in last(
         ended
     )
-    assert "L1-E3.bin" not in right(tiny, to)
+    assert "L1-E3.bin" not in right(small, to)
 
 
-def test_killed_in_the_middle_and_taken_up_again(cli: Command, start: Start, tiny: Path, to: Path) -> None:
-    process = start(*line(tiny, to))
+def test_killed_in_the_middle_and_taken_up_again(cli: Command, start: Start, small: Path, to: Path) -> None:
+    process = start(*line(small, to))
     until = time.monotonic() + HANGS_S
     while len(list(to.glob("L*.bin"))) < 5 and process.poll() is None:
         assert time.monotonic() < until
@@ -422,20 +432,20 @@ def test_killed_in_the_middle_and_taken_up_again(cli: Command, start: Start, tin
     assert len(unfinished) <= 1
     for path in unfinished:
         path.unlink()
-    done = right(tiny, to)
+    done = right(small, to)
     assert len(done) >= 5
     (to / f".L1-E7.bin{PART}").write_bytes(b"half")
     (to / f".{COPY_NAME}.0123abcd").write_bytes(b"half")
     (to / ".another.part").write_bytes(b"not ours")
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 0
     assert f"right    {len(done)} copies that were there" in ended.out
     (to / ".another.part").unlink()
-    assert len(right(tiny, to)) == 128
+    assert len(right(small, to)) == 16
 
 
 def test_stopped_it_keeps_what_it_has_written(
-    cli: Command, tiny: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, small: Path, to: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = work.Replication.run
 
@@ -448,22 +458,22 @@ def test_stopped_it_keeps_what_it_has_written(
         whole(self, plan, advanced)
 
     monkeypatch.setattr(work.Replication, "run", until_ten)
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 130
     assert last(ended) == "stopped while copying, as asked"
     assert "copied   10 experts" in ended.out
-    assert len(right(tiny, to)) == 10
-    with Checkpoint.open(tiny) as checkpoint:
+    assert len(right(small, to)) == 10
+    with Checkpoint.open(small) as checkpoint:
         assert Manifest.load(to / COPY_NAME, checkpoint).known.sum() >= 10
 
 
 def test_a_home_that_cannot_be_written_is_a_note(
-    cli: Command, tiny: Path, to: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, small: Path, to: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EXPERTSTREAM_HOME", str(tmp_path / "file"))
-    ended = cli(*line(tiny, to))
+    ended = cli(*line(small, to))
     assert ended.status == 0
     assert f"note     the manifest is kept in {to} alone: " in ended.err
-    run = cli("run", *on(tiny), "--prompt-ids", "1,2", "--max-new", 1, "--drive", f"a={to}")
-    assert "verify   the first read of each expert and drive, 128 of 128 experts in the manifest" in run.err
+    run = cli("run", *on(small), "--prompt-ids", "1,2", "--max-new", 1, "--drive", f"a={to}")
+    assert "verify   the first read of each expert and drive, 16 of 16 experts in the manifest" in run.err

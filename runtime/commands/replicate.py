@@ -46,9 +46,9 @@ class Request:
 def replicate(model: Path | None, layout: Layout, request: Request) -> None:
     """Choose, copy, tell. Raises StorageError when not all of it could be done; what is done stays."""
     directory = model or embedded_model()
-    _refuse_places(directory, layout, request)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(directory, experts_elsewhere=bool(layout.directories)))
+        _refuse_places(directory, layout, request)
         say(f"model    {NOTE if model is None else checkpoint.path}")
         counts, word = _usage(checkpoint, request)
         target = Target(checkpoint, request.to, request.floor_bytes)

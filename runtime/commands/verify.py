@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ def verify(model: Path | None, layout: Layout, *, build: bool, named: Path | Non
         stack.enter_context(checkpoint)
         say(f"model    {NOTE if model is None else checkpoint.path}")
         manifest, before = _manifest(checkpoint, build, named)
+        _warn_of_home(checkpoint)
         copies = open_copies(checkpoint, layout)
         for one in copies:
             stack.callback(one.close)
@@ -74,6 +76,18 @@ def _manifest(checkpoint: Checkpoint, build: bool, named: Path | None) -> tuple[
         manifest.made_from = before.made_from
         manifest.take(before, before.known)
     return manifest, before
+
+
+def _warn_of_home(checkpoint: Checkpoint) -> None:
+    """Say at once, and not after hours, that nothing can be kept."""
+    folder = manifest_path(checkpoint).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(folder, os.W_OK) else "it cannot be written to"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        say(f"note     a new manifest cannot be kept in {folder}: {why}")
 
 
 def _own_manifests(checkpoint: Checkpoint, layout: Layout) -> dict[str, Manifest]:
