@@ -28,7 +28,7 @@ from runtime.errors import DoesNotFitError
 from runtime.ops import Ops, Weight
 from runtime.weights.heat import Heat
 from runtime.weights.reads import Arrival, PlainReads, Reads, Release, nothing
-from runtime.weights.worth import Key, Worth
+from runtime.weights.worth import CHANCE, Key, Worth
 
 COPYING = ("mlx",)
 """Backends that keep a copy of an expert, and need the bytes it was read into no longer."""
@@ -177,9 +177,9 @@ class ExpertStore:
         if not self.reuse:
             self._drop((layer, expert))
 
-    def hint(self, layer: int, experts: Iterable[int], worth: float) -> None:
-        """`layer` may come to want these, the likeliest first, each with the chance `worth`. Replaces the last hint."""
-        self._wish_worth = worth
+    def hint(self, layer: int, experts: Iterable[int], chance: float) -> None:
+        """`layer` may come to want these, the likeliest first, each with this chance. Replaces the last hint."""
+        self._wish_worth = chance / CHANCE
         self._wishes = deque((layer, expert) for expert in experts)
         self._guess()
 

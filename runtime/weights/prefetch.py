@@ -30,7 +30,7 @@ LEAST_RECALL = 0.1
 """A predictor that names fewer is not followed."""
 
 UNKNOWN_RECALL = 0.5
-"""What a predictor's guesses are worth before it has a score."""
+"""What a predictor is taken for before it has a score."""
 
 Ids = npt.NDArray[np.int64]
 Predictor = Literal["look-ahead", "previous"]
@@ -89,9 +89,9 @@ class Prefetch:
             guesses["previous"] = previous
         for predictor, ids in guesses.items():
             self._open[after, predictor] = ids
-        followed = max(guesses, key=lambda p: self._worth(after, p), default=None)
-        if followed is not None and (worth := self._worth(after, followed)) >= LEAST_RECALL:
-            self._store.hint(after, ranked(guesses[followed]), worth)
+        followed = max(guesses, key=lambda p: self._chance(after, p), default=None)
+        if followed is not None and (chance := self._chance(after, followed)) >= LEAST_RECALL:
+            self._store.hint(after, ranked(guesses[followed]), chance)
 
     def recalls(self, predictor: Predictor) -> Iterator[tuple[int, float]]:
         """(layer, mean recall) of a predictor, where it was tried."""
@@ -99,7 +99,7 @@ class Prefetch:
             if (score := self.scores.get((layer, predictor))) is not None:
                 yield layer, score.mean
 
-    def _worth(self, layer: int, predictor: Predictor) -> float:
+    def _chance(self, layer: int, predictor: Predictor) -> float:
         score = self.scores.get((layer, predictor))
         return score.recall if score is not None and score.samples >= WARM_UP else UNKNOWN_RECALL
 

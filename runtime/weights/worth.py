@@ -40,6 +40,10 @@ FADING = 0.5
 HEAT_SHARE = 0.5
 """What the share of all passes counts beside the recency."""
 
+CHANCE = 0.34 / FADING
+"""Worth times this is about the chance to be wanted: an expert that one visit wants, the next wants in 34 of 100 cases
+on the real routes."""
+
 WINDOW = 64
 """How many are put in order at once."""
 
