@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
 from statistics import median_low
+from typing import Protocol
 
 from runtime.drives.buffers import aligned
 from runtime.drives.device import Device, DeviceError
@@ -133,13 +134,13 @@ def probe(
     before everything was. A measurement ends after `budget_bytes` or `limit_s`. `progress` hears of every measurement
     of a drive alone, and may raise to end it all. Raises DeviceError; ValueError when a drive has nothing to read.
     """
-    rooms = {device.name: _Places(device, spans, block_bytes, seed) for device, spans in drives}
+    rooms = {device.name: Places(device, spans, block_bytes, seed) for device, spans in drives}
     alone: dict[str, tuple[Ceiling, ...]] = dict.fromkeys(rooms, ())
     turns = [(depth, name) for _ in range(rounds) for depth in depths for name in rooms]
     for done, (depth, name) in enumerate(turns):
         if progress is not None:
             progress(done, len(turns))
-        alone[name] += tuple(_measure([rooms[name]], {name: depth}, budget_bytes, limit_s))
+        alone[name] += tuple(measure([rooms[name]], {name: depth}, budget_bytes, limit_s))
     if progress is not None:
         progress(len(turns), len(turns))
     latency = {name: _latency(room) for name, room in rooms.items()}
@@ -154,7 +155,7 @@ def probe(
 
 
 def _what_is_shared(
-    rooms: Mapping[str, _Places], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float
+    rooms: Mapping[str, Places], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float
 ) -> Iterator[Together]:
     """All drives that have a rate together, and, as far as that is less than they should give, who of them shares."""
 
@@ -184,7 +185,16 @@ def _tied(groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     return out
 
 
-class _Places:
+class Room(Protocol):
+    """A drive, and where on it to read next: (file, offset) of `block_bytes`, from any thread."""
+
+    device: Device
+    block_bytes: int
+
+    def take(self) -> tuple[str, int]: ...
+
+
+class Places:
     """Blocks of one drive, in an order that no read-ahead guesses."""
 
     def __init__(self, device: Device, spans: Sequence[Span], block_bytes: int, seed: int) -> None:
@@ -208,8 +218,11 @@ class _Places:
             return place
 
 
-def _measure(rooms: Sequence[_Places], depths: Mapping[str, int], budget_bytes: float, limit_s: float) -> list[Ceiling]:
-    """Read all these drives at once, each at its depth, until its budget or the time is over; a ceiling for each."""
+def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: float, limit_s: float) -> list[Ceiling]:
+    """Read all these drives at once, each at its depth, until its budget or the time is over; a ceiling for each.
+
+    Raises DeviceError.
+    """
     moved = {room.device.name: 0 for room in rooms}
     asked = dict.fromkeys(moved, 0)
     ended = dict.fromkeys(moved, 0.0)
@@ -217,7 +230,7 @@ def _measure(rooms: Sequence[_Places], depths: Mapping[str, int], budget_bytes: 
     lock, go = threading.Lock(), threading.Event()
     begun = 0.0
 
-    def work(room: _Places) -> None:
+    def work(room: Room) -> None:
         name = room.device.name
         into = aligned(room.block_bytes, room.device.alignment)
         into[:] = bytes(len(into))  # touched, so that no page fault is measured
@@ -258,7 +271,7 @@ def _measure(rooms: Sequence[_Places], depths: Mapping[str, int], budget_bytes: 
     return [Ceiling((name,), depths[name], moved[name], ended[name] - begun, kernel, refused) for name in moved]
 
 
-def _why_not(rooms: Sequence[_Places], moved: int, kernel: int | None) -> str:
+def _why_not(rooms: Sequence[Room], moved: int, kernel: int | None) -> str:
     """Why this is no drive's speed, or nothing."""
     if kernel is not None:
         if kernel < FROM_DEVICE * moved:
@@ -268,17 +281,17 @@ def _why_not(rooms: Sequence[_Places], moved: int, kernel: int | None) -> str:
     return f"reads may come from memory: {', '.join(cached)}" if cached else ""
 
 
-def _together(rooms: Sequence[_Places], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float) -> Together:
+def _together(rooms: Sequence[Room], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float) -> Together:
     """All at once, each at its best depth, until the fastest has read its budget."""
     names = [room.device.name for room in rooms]
     alone = {name: best[name].rate or 0.0 for name in names}
     seconds = min(limit_s, budget_bytes / max(alone.values()))
-    found = _measure(rooms, {n: best[n].depth for n in names}, inf, seconds)
+    found = measure(rooms, {n: best[n].depth for n in names}, inf, seconds)
     rates = {c.drives[0]: c.nbytes / c.seconds for c in found if c.seconds}
     return Together(tuple(names), rates, sum(rates.values()), sum(alone.values()), found[0].refused)
 
 
-def _latency(room: _Places, reads: int = 5) -> float:
+def _latency(room: Places, reads: int = 5) -> float:
     """The shortest of a few reads of one smallest block: from the request to its byte."""
     into = aligned(max(room.device.alignment, 4096), room.device.alignment)
     best = inf

@@ -147,6 +147,11 @@ class Drives:
         self._uplinks = {group: rate for group, (_, rate) in recalled.groups.items() if rate is not None}
 
     @property
+    def opened(self) -> list[tuple[Device, Holder]]:
+        """Each drive, to read from beside the reader, and what it holds."""
+        return list(zip(self._devices, self.placement.holders, strict=True))
+
+    @property
     def extra_bytes(self) -> int:
         """Memory that reading takes beside the buffers of the budget, at most."""
         direct = sum(spec.depth for spec in self._specs if spec.alignment > 1)
