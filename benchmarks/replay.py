@@ -39,6 +39,7 @@ import numpy.typing as npt
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.commands.drives import parse_drives
 from runtime.drives.device import Device, DeviceError
+from runtime.drives.jobs import MIB
 from runtime.drives.probe import BLOCK_BYTES, DEPTHS, measure
 from runtime.errors import ExpertstreamError, StorageError, UsageError
 from runtime.forecast import Usage
@@ -47,7 +48,9 @@ from runtime.weights.layout import Drives, Layout
 from runtime.weights.placement import Holder
 
 SCHEMA = "expertstream.replay/1"
-DEPTH_ROUNDS = 3
+DEPTH_ROUNDS = 5
+SMALLEST_BYTES = MIB
+"""Experts below this are read plainly in a run, too."""
 
 Row = tuple[int, npt.NDArray[np.int64]]
 """A layer and the distinct experts a token asks it for."""
@@ -88,7 +91,12 @@ class Routed:
 
     def __init__(self, device: Device, holder: Holder, layers: Sequence[int], rows: Iterator[Row]) -> None:
         self.device = device
-        self.block_bytes = min(BLOCK_BYTES, holder.span(*self._first(holder, layers)).length - device.alignment)
+        expert_bytes = holder.span(*self._first(holder, layers)).length
+        if expert_bytes < SMALLEST_BYTES:
+            raise UsageError(
+                f"experts of {expert_bytes:,} bytes are too small to measure a drive with: name a larger model"
+            )
+        self.block_bytes = min(BLOCK_BYTES, expert_bytes - device.alignment)
         here = dict(zip(layers, holder.here, strict=True))
         self._spans = (holder.span(layer, e) for layer, ids in rows for e in ids.tolist() if here[layer][e])
         self._blocks = self._cut()
@@ -142,13 +150,17 @@ class Replay:
     def __init__(self, checkpoint: Checkpoint, layout: Layout, routes: Routes, ahead: int = 0) -> None:
         self.checkpoint, self.ahead, self._rows = checkpoint, ahead, routes.rows(0)
         self.drives = Drives(checkpoint, layout)
+        try:
+            self._rooms = [
+                Routed(device, holder, routes.layers, routes.rows(stream))
+                for stream, (device, holder) in enumerate(self.drives.opened, 1)
+            ]
+        except BaseException:
+            self.drives.close()
+            raise
         budget = (1 + ahead) * staging_floor(checkpoint, self.drives.unit_bytes)
         self._reads = self.drives.start(budget)
         self._store = ExpertStore(checkpoint, NoOps(), budget, reuse=False, reads=self._reads)  # type: ignore[arg-type]
-        self._rooms = [
-            Routed(device, holder, routes.layers, routes.rows(stream))
-            for stream, (device, holder) in enumerate(self.drives.opened, 1)
-        ]
 
     def close(self) -> None:
         """Stop reading."""

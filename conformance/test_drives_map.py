@@ -17,6 +17,7 @@ from test_devices import contents, durable
 from test_drives_run import rewrite
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.manifest import COPY_NAME, Manifest, digest, manifest_path
 from runtime.commands import map as command
 from runtime.drives import hardware, identity, real
 from runtime.drives.hardware import Disk, look_at
@@ -281,8 +282,8 @@ def test_named_drives_are_held_against_the_model(cli: Command, tiny: Path, tmp_p
     assert record["schema"] == "expertstream.map/1"
     drives = record["drives"]
     assert list(drives) == ["model", "s", "n"]
-    assert drives["model"]["holds"] == {"experts": every, "of": every, "complete": True}
-    assert drives["s"]["holds"] == {"experts": 1, "of": every, "complete": False}
+    assert drives["model"]["holds"] == {"experts": every, "of": every, "complete": True, "manifest": None}
+    assert drives["s"]["holds"] == {"experts": 1, "of": every, "complete": False, "manifest": None}
     assert "L1-E4.bin has" in drives["s"]["notes"][0]
     assert drives["n"]["holds"]["experts"] == 0
     assert drives["n"]["mode"] == "buffered: no file to probe with"
@@ -295,10 +296,23 @@ def test_named_drives_are_held_against_the_model(cli: Command, tiny: Path, tmp_p
     assert "are one device, and give no more than one\n" in shown
 
 
+def test_manifests_are_shown_and_bad_ones_told(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(tiny) as checkpoint:
+        manifest = Manifest(checkpoint)
+        manifest.put(1, 3, digest(memoryview(bytearray(checkpoint.expert_nbytes))))
+        manifest.save(manifest_path(checkpoint))
+    (tmp_path / COPY_NAME).write_bytes(b"no manifest")
+    line = ["drives", "map", "--model", tiny, "--drive", f"a={tmp_path}"]
+    drives = cli(*line, "--json").record["drives"]
+    assert (drives["model"]["holds"]["manifest"], drives["a"]["holds"]["manifest"]) == (1, None)
+    assert any(COPY_NAME in note for note in drives["a"]["notes"])
+    assert " experts, a manifest of 1\n" in cli(*line).out
+
+
 def test_experts_that_are_nowhere_are_told(cli: Command, embedded: Path, tmp_path: Path) -> None:
     bare = rewrite(embedded, tmp_path / "bare", lambda name: ".experts.7." not in name)
     model = cli("drives", "map", "--model", bare, "--json").record["drives"]["model"]
-    assert model["holds"] == {"experts": 7 * 31, "of": 7 * 32, "complete": False}
+    assert model["holds"] == {"experts": 7 * 31, "of": 7 * 32, "complete": False, "manifest": None}
     assert model["notes"] == ["7 of 224 experts are on none of these drives"]
 
 

@@ -122,6 +122,11 @@ class Checkpoint:
         a, b, c, d, e, f = (self._experts.span(layer, expert, column) for column in range(len(EXPERT_TENSORS)))
         return a, b, c, d, e, f
 
+    def expert_start(self, layer: int, expert: int) -> tuple[Path, int]:
+        """(file, offset) of the first byte of an expert that is one run: what a barrier asks of each of its experts."""
+        row, table = self._row(layer, expert), self._experts
+        return table.paths[table.shard[row, expert, 0]], int(table.offset[row, expert, 0])
+
     def is_one_run(self, layer: int, expert: int) -> bool:
         """Whether the six tensors of an expert follow each other without a gap in one file."""
         return bool(self._one_run[self._row(layer, expert), expert])

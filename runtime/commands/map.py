@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.manifest import COPY_NAME, load_if_there, manifest_path
 from runtime.commands.terminal import say, write
 from runtime.drives.device import DeviceError
 from runtime.drives.hardware import Disk, look_at
@@ -115,6 +116,11 @@ def _hold_against(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
         entry.notes += holder.notes
         here = int(np.count_nonzero(holder.here))
         entry.holds = {"experts": here, "of": holder.here.size, "complete": here == holder.here.size}
+        place = manifest_path(checkpoint) if name == MODEL else entry.path / COPY_NAME
+        manifest, why = load_if_there(place, checkpoint)
+        entry.holds["manifest"] = None if manifest is None else int(np.count_nonzero(manifest.known))
+        if why:
+            entry.notes.append(why)
         nowhere &= ~holder.here
     missing = int(np.count_nonzero(nowhere))
     if missing:
@@ -176,6 +182,7 @@ def _known_text(known: Known) -> str:
 def _holds_text(holds: Mapping[str, Any]) -> str:
     if "experts" in holds:
         whole = "all" if holds["complete"] else f"{holds['experts']:,} of"
-        return f"{whole} {holds['of']:,} experts"
+        listed = "" if holds["manifest"] is None else f", a manifest of {holds['manifest']:,}"
+        return f"{whole} {holds['of']:,} experts{listed}"
     count = holds.get("expert_files", 0)
     return f"{count:,} files with names of experts" if count else ""

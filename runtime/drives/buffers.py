@@ -6,6 +6,10 @@ where it belongs, and no byte of an expert is copied.
 
 A buffer that is given back is used again: its memory is mapped, and touched, once. The reader decides when to ask
 for one and how many (`reader.py`); the pool only counts.
+
+On Linux buffers lie in huge pages, several side by side, so that few are left over at their ends. A request to a disk
+may name only so many places in memory, and scattered small pages cut a read into short requests: on a virtual disk the
+same reads came at 1.1 to 1.9 GB/s, depending on where the pages happened to lie, and at 2.7 GB/s into huge ones.
 """
 
 from __future__ import annotations
@@ -14,7 +18,13 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
+HUGE = 2 << 20
+"""The size of a huge page."""
+HAS_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
+SLAB_BYTES = 256 << 20
+"""Buffers are cut from stretches of about this size where there are huge pages; else each has its own."""
 GRAIN = 64 << 10
 """Capacities are multiples of this, so that buffers of nearly one size serve each other."""
 
@@ -27,7 +37,21 @@ def address(view: memoryview) -> int:
 def aligned(nbytes: int, alignment: int, phase: int = 0) -> memoryview:
     """Fresh memory of `nbytes` whose first address is congruent to `phase` modulo `alignment`, a power of two."""
     spare = max(alignment - mmap.PAGESIZE, 0)
-    return _shifted(memoryview(mmap.mmap(-1, nbytes + phase % alignment + spare)), nbytes, alignment, phase)
+    return _shifted(fresh(nbytes + phase % alignment + spare), nbytes, alignment, phase)
+
+
+def fresh(nbytes: int) -> memoryview:
+    """Memory nobody has touched, at a page's address; what is never touched takes none. The kernel gives huge pages
+    where it can, and only for whole ones, so that no more is taken than was asked for."""
+    whole = nbytes // HUGE * HUGE if HAS_HUGE else 0
+    # Python's own default would be shared memory, of which there are no huge pages.
+    area = mmap.mmap(-1, nbytes + (HUGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = memoryview(area)
+    start = -address(memory) % HUGE if whole else 0
+    if whole:
+        with suppress(OSError):  # a kernel built without them
+            area.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return memory[start : start + nbytes]
 
 
 def _shifted(memory: memoryview, nbytes: int, alignment: int, phase: int) -> memoryview:
@@ -72,6 +96,7 @@ class BufferPool:
         self.in_use = 0
         self.peak_bytes = 0
         self.made = 0
+        self._untouched: dict[int, list[memoryview]] = {}
         self._spare: dict[int, list[memoryview]] = {}
         self._spare_bytes = 0
         self._out: set[Buffer] = set()
@@ -100,8 +125,7 @@ class BufferPool:
                 self._spare_bytes -= capacity
             else:
                 self._drop_spares(self.limit_bytes - self.in_use - capacity)
-                memory = memoryview(mmap.mmap(-1, capacity))
-                self.made += 1
+                memory = self._make(capacity)
             buffer = Buffer(self, memory, _shifted(memory, nbytes, self.alignment, phase))
             self._out.add(buffer)
             self.in_use += capacity
@@ -119,6 +143,8 @@ class BufferPool:
             if self.held_bytes + capacity <= self.limit_bytes:
                 self._spare.setdefault(capacity, []).append(buffer._memory)
                 self._spare_bytes += capacity
+            else:
+                self._unmake(buffer._memory)
 
     def warm(self, nbytes: int, count: int) -> None:
         """Map and touch memory for `count` buffers of `nbytes`, as far as the limit goes, before reads need it."""
@@ -128,9 +154,27 @@ class BufferPool:
             ctypes.memset(address(buffer._memory), 0, buffer.capacity)
             self.give(buffer)
 
+    def _make(self, capacity: int) -> memoryview:
+        """Memory for one buffer, cut from a stretch that is mapped for several."""
+        untouched = self._untouched.setdefault(capacity, [])
+        if not untouched:
+            count = max(1, min(SLAB_BYTES, self.limit_bytes) // capacity) if HAS_HUGE else 1
+            slab = fresh(count * capacity)
+            untouched += [slab[n * capacity :][:capacity] for n in reversed(range(count))]
+        self.made += 1
+        return untouched.pop()
+
+    def _unmake(self, memory: memoryview) -> None:
+        """Let go of a buffer's memory: its pages go back to the system, its place can be used again."""
+        area = memory.obj
+        assert isinstance(area, mmap.mmap)
+        if len(area) >= 2 * memory.nbytes:  # alone in its area it is unmapped with the last view of it
+            area.madvise(mmap.MADV_DONTNEED, address(memory) - address(memoryview(area)), memory.nbytes)
+            self._untouched[memory.nbytes].append(memory)
+
     def _drop_spares(self, until: int) -> None:
-        """Unmap spare memory, whatever its size, until no more than `until` bytes of it are left."""
+        """Let go of spare memory, whatever its size, until no more than `until` bytes of it are left."""
         while self._spare_bytes > max(until, 0):
             capacity = next(c for c, spares in self._spare.items() if spares)
-            self._spare[capacity].pop()
+            self._unmake(self._spare[capacity].pop())
             self._spare_bytes -= capacity

@@ -66,8 +66,8 @@ class Shards:
         nbytes = self._checkpoint.expert_nbytes
         if not self._checkpoint.is_one_run(layer, expert):
             return Span(self.name, f"L{layer}-E{expert}.bin", 0, nbytes)
-        first = self._checkpoint.expert_spans(layer, expert)[0]
-        return Span(self.name, first.path.name, first.offset, nbytes)
+        path, offset = self._checkpoint.expert_start(layer, expert)
+        return Span(self.name, path.name, offset, nbytes)
 
 
 class ExpertFiles:
