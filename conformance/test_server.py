@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -137,6 +138,18 @@ def test_a_body_in_chunks_is_bounded_too(embedded_engine: Engine) -> None:
         peer = server.raw(head + b"7d0\r\n" + b" " * 2000 + b"\r\n")
         peer.sendall(b"7d1\r\n" + b" " * 2001 + b"\r\n")
         assert peer.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_bodies_are_bounded_together(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n"
+        peers = [server.raw(head + b" " * 3500) for _ in range(5)]
+        ready, _, _ = select.select(peers, [], [], HANGS_S)
+        assert ready[0].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        for peer in peers:
+            peer.close()
+        while server.complete("Hello" + " " * 3000, max_tokens=1).status == 503:
+            threading.Event().wait(0.01)
 
 
 class Failing(ScriptedModel):

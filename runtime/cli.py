@@ -238,7 +238,7 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 8,
     connections: Annotated[int, typer.Option(help="Connections at one time.")] = 128,
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request.")] = "16M",
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest request.")] = "8M",
     heartbeat: Annotated[float, typer.Option(help="Seconds after which a silent stream says a comment.")] = 10.0,
     snapshots: Annotated[
         str | None, typer.Option(metavar="SIZE|off", help="Memory for earlier conversations. [default: two of them]")

@@ -36,7 +36,7 @@ class Serving:
     queue: int = 8
     connections: int = 128
     heartbeat_s: float = 10.0
-    body_bytes: int = 16_000_000
+    body_bytes: int = 8_000_000
     log_requests: bool = False
     snapshots_dir: Path | None = None
     snapshots_disk: int = 20_000_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from runtime.server.body import parse_object, read_body
+from runtime.server.body import Bodies, parse_object
 from runtime.server.errors import ApiError
 from runtime.server.health import report
 from runtime.server.openapi import description
@@ -32,6 +33,10 @@ PAGE_POLICY = (
 )
 
 
+BODIES = 4
+"""Bodies of the largest size that may be there at one time; of smaller ones, more."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the server behaves. `loopback`: it is bound to the loopback alone. `log`: told a line about each answer."""
@@ -41,7 +46,7 @@ class Settings:
     origins: Sequence[str] = ()
     loopback: bool = True
     heartbeat_s: float = 10.0
-    body_bytes: int = 16_000_000
+    body_bytes: int = 8_000_000
     body_s: float = 30.0
     log: Callable[[str], None] | None = None
 
@@ -54,6 +59,8 @@ class _Routes:
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
+        self._bodies = Bodies(settings.body_bytes, settings.body_s, BODIES * settings.body_bytes)
+        self._parser = ThreadPoolExecutor(1, "requests")  # one at a time: a parsed body is many times its size
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -97,8 +104,9 @@ class _Routes:
 
     async def _answer(self, request: Request, make: Callable[[dict[str, Any]], Made]) -> Response:
         """Check everything, take a place in the queue, and only then begin a response."""
-        body = await read_body(request, self.settings.body_bytes, self.settings.body_s)
-        asked, task, reply = await asyncio.to_thread(lambda: make(parse_object(body)))
+        async with self._bodies.read(request) as body:
+            loop = asyncio.get_running_loop()
+            asked, task, reply = await loop.run_in_executor(self._parser, lambda: make(parse_object(body)))
         if self.settings.log is not None:
             self.settings.log(f"{reply.id}  {len(task.prompt)} prompt tokens, up to {task.max_new} new")
         delivery = Delivery(self.worker, task)

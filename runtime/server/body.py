@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,24 +19,49 @@ from runtime.errors import UsageError
 from runtime.server.errors import ApiError, refused
 from runtime.text.tokenizer import check_unicode
 
+MAX_VALUES = 2_000_000
+"""In a body: more than a prompt of a million token ids needs."""
+MAX_FIELDS = 10_000
+"""Of one object."""
 
-async def read_body(request: Request, limit_bytes: int, seconds: float) -> bytes:
-    """The bytes. Raises ApiError 413 beyond the limit, 408 when they do not come in time."""
-    declared = request.headers.get("content-length", "")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            if declared.isdigit() and int(declared) > limit_bytes:
-                raise _too_large(limit_bytes)
-            async for part in request.stream():
-                body += part
-                if len(body) > limit_bytes:
-                    raise _too_large(limit_bytes)
-    except TimeoutError:
-        raise ApiError(408, f"the body has not come within {seconds:g} s", close=True) from None
-    except ClientDisconnect:
-        raise ApiError(400, "the connection was closed before the end of the body", close=True) from None
-    return bytes(body)
+
+class Bodies:
+    """Reads bodies of at most `limit_bytes` each, within `seconds` each, of at most `total_bytes` at one time."""
+
+    def __init__(self, limit_bytes: int, seconds: float, total_bytes: int) -> None:
+        self._limit_bytes, self._seconds, self._left_bytes = limit_bytes, seconds, total_bytes
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The bytes, which count until the block ends.
+
+        Raises ApiError: 413 beyond the limit, 408 when they do not come in time, 503 when there are too many others.
+        """
+        body = bytearray()
+        try:
+            await self._read(request, body)
+            yield bytes(body)
+        finally:
+            self._left_bytes += len(body)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > self._limit_bytes:
+            raise _too_large(self._limit_bytes)
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    body += part
+                    self._left_bytes -= len(part)
+                    if len(body) > self._limit_bytes:
+                        raise _too_large(self._limit_bytes)
+                    if self._left_bytes < 0:
+                        busy = "other requests of this size are being read: try again"
+                        raise ApiError(503, busy, code="busy", kind="server_error", retry_after=1, close=True)
+        except TimeoutError:
+            raise ApiError(408, f"the body has not come within {self._seconds:g} s", close=True) from None
+        except ClientDisconnect:
+            raise ApiError(400, "the connection was closed before the end of the body", close=True) from None
 
 
 def _too_large(limit_bytes: int) -> ApiError:
@@ -54,7 +81,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refused(f"the body is JSON, but not an object: wanted {{…}}, found {type(value).__name__}")
     try:
-        _check(value, "")
+        _check(value)
     except RecursionError:
         raise refused("the body is nested too deeply") from None
     return value
@@ -64,22 +91,33 @@ def _no_number(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON number")
 
 
-def _check(value: Any, path: str) -> None:
-    """Raise ApiError where a text or a number could not be written as JSON again."""
-    if isinstance(value, str):
-        try:
-            check_unicode(value, path)
-        except UsageError as error:
-            raise refused(str(error), path) from None
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise refused(f"{path}: a number beyond what can be computed with", path)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check(key, join(path, "?"))
-            _check(item, join(path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check(item, f"{path}[{index}]")
+def _check(body: dict[str, Any]) -> None:
+    """Raise ApiError where a text or a number could not be written as JSON again, and where there is too much."""
+    left = MAX_VALUES
+
+    def look(value: Any, path: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise refused(f"the body has more than {MAX_VALUES:,} values")
+        if isinstance(value, str):
+            try:
+                check_unicode(value, path)
+            except UsageError as error:
+                raise refused(str(error), path) from None
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise refused(f"{path}: a number beyond what can be computed with", path)
+        elif isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                raise refused(f"{path or 'the body'} has more than {MAX_FIELDS:,} fields", path or None)
+            for key, item in value.items():
+                look(key, join(path, "?"))
+                look(item, join(path, key))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                look(item, f"{path}[{index}]")
+
+    look(body, "")
 
 
 def join(path: str, key: str) -> str:
