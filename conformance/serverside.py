@@ -48,8 +48,12 @@ class ScriptedModel:
         self.passes = 0
         self._begun: int | None = None
 
-    def new_state(self, capacity: int) -> State:
+    def begin(self) -> None:
+        """The script begins after the next prompt."""
         self._begun = None
+
+    def new_state(self, capacity: int) -> State:
+        self.begin()
         return State(0, capacity, [])
 
     def forward(self, ids: Any, state: State, *, logits: str = "last", tap: Any = None, cancelled: Any = None) -> Any:

@@ -376,6 +376,36 @@ def test_a_silent_stream_says_that_it_is_there(gated: tuple[Served, ScriptedMode
     assert read.count(b"data: [DONE]\n\n") == 1
 
 
+def test_a_tool_call_is_not_silence(gated: tuple[Served, ScriptedModel, Gate], embedded_engine: Engine) -> None:
+    """While a call is held back until it is whole, comments say that the server is there."""
+    server, model, gate = gated
+    tokenizer = embedded_engine.tokenizer
+    assert tokenizer is not None
+    call = '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>'
+    end = "long<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|end_of_msg|>"
+    begun = tokenizer.encode_structural(call)
+    model.script = begun + tokenizer.encode_structural(end)
+    gate.open.set()
+    held = threading.Event()
+
+    def stop_within_the_call() -> None:
+        if model.passes >= len(begun):
+            assert held.wait(HANGS_S)
+
+    model.gate = stop_within_the_call
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": tools, "stream": True}
+    with server.begin("/v1/chat/completions", body) as peer:
+        read = b""
+        while read.count(b": still here\n\n") < 3:
+            read += peer.recv(1 << 16)
+        assert b"tool_calls" not in read
+        held.set()
+        while not read.endswith(b"0\r\n\r\n"):
+            read += peer.recv(1 << 16)
+    assert read.count(b'"finish_reason":"tool_calls"') == 1
+
+
 def test_four_clients_at_once_get_what_each_gets_alone(server: Served) -> None:
     questions = [f"What is the capital of {country}?" for country in ("France", "Japan", "Italy", "Spain")]
     alone = [server.chat(question, max_tokens=40).message for question in questions]
@@ -602,6 +632,13 @@ def test_settings_that_cannot_be(cli: Command, options: list[str], message: str)
     assert outcome.status == 2
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_a_server_for_everybody_is_warned_of(cli: Command, tmp_path: Path) -> None:
+    for options, warned in (([], True), (["--api-key", "k"], False)):
+        outcome = cli("serve", "--host", "0.0.0.0", "--port", 0, "--model", tmp_path, *options)
+        assert outcome.status == 3
+        assert ("warning  bound to 0.0.0.0 without --api-key" in outcome.err) == warned
 
 
 def test_a_port_that_is_taken(cli: Command, server: Served) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from serverside import MODEL, ScriptedModel, Served, joined, lend, served
 
@@ -106,6 +108,47 @@ def test_tool_calls(scripted: Scripted) -> None:
     assert names == ["weather", "weather"]
     assert arguments == [{"city": "Zürich", "days": 2}, {}]
     assert len({call["id"] for call in answer["tool_calls"]}) == 2
+
+
+def test_the_official_client_s_tool_loop(embedded_engine: Engine) -> None:
+    """Question, thought and call, result, answer: the second prompt is what was read and said, and more."""
+    tokenizer = embedded_engine.tokenizer
+    assert tokenizer is not None
+    model = ScriptedModel(embedded_engine.config.vocab_size)
+    one_call = (
+        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Zürich<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>"
+    )
+    said = f"look{THINK}{one_call}{END}"
+    messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+    with (
+        served(lend(embedded_engine, model=model, snapshots=50_000_000)) as server,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        model.script = tokenizer.encode_segments(pieces(said))
+        first = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+        choice = first.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls
+        call = choice.message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})  # type: ignore[union-attr]
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny"}]
+        model.begin()
+        model.script = tokenizer.encode_structural(f"so{THINK}Sunny.<|close|>response<|sep|>{END}")
+        with client.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS) as stream:  # type: ignore[arg-type]
+            final = stream.get_final_completion()
+    assert final.choices[0].message.content == "Sunny."
+    assert first.usage
+    assert final.usage is None  # it was not asked for
+    known = server.worker.metrics.registry.get_sample_value("expertstream_cached_tokens_total")
+    assert known == first.usage.total_tokens - 1
+
+
+def pieces(text: str) -> list[tuple[str, bool]]:
+    """The text as the template would write it: every marker, and every text between two of them, by itself."""
+    tag = re.compile(r'(<\|[a-z_]+\|>)|( [a-z]+(?==))|(=")|(")(?= |<)|([^<"= ]+[^<"=]*)')
+    return [(match[0], match[1] is not None) for match in tag.finditer(text)]
 
 
 def test_calls_alone_have_no_content(scripted: Scripted) -> None:
