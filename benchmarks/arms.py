@@ -40,7 +40,7 @@ RUN_SCHEMA = "expertstream.run/1"
 SWAP_BYTES = 1_000_000
 """Swap traffic of the whole system during an arm above which it is void."""
 FOREIGN_PART, FOREIGN_BYTES = 0.02, 16_000_000
-"""An arm is void when others have read more from a disk of its drives than this part of its own bytes, and this much."""
+"""An arm is void when others read more from a disk of its drives than this part of its own bytes, and this much."""
 
 _TOKEN = re.compile(r"\s*(\d+)\s+(\d+)\s+[\d.]+ ms\b")
 
@@ -256,7 +256,11 @@ def brief(result: Record) -> str:
         return "void: " + "; ".join(result["void"])
     f = result["figures"]
     steady = "" if f["steady_tokens_per_s"] is None else f", then {f['steady_tokens_per_s']:.3f} tokens/s"
-    return f"first token after {f['first_token_s']:.2f} s{steady}" if f["first_token_s"] else f"{result['elapsed_s']:.2f} s"
+    return (
+        f"first token after {f['first_token_s']:.2f} s{steady}"
+        if f["first_token_s"]
+        else f"{result['elapsed_s']:.2f} s"
+    )
 
 
 # --- what makes an arm void ---

@@ -1,8 +1,8 @@
 """Drives that the kernel itself makes slow: ext4 file systems on loop devices, reads limited by the block throttle.
 
 Needs root, Linux, mkfs.ext4, losetup, mount, and a controller: `blkio` of cgroup version 1 or `io` of version 2. What
-lies behind a loop device is a file, which may well be in memory; how fast it is read is the limit's doing alone, as long
-as the file is faster. Everything is undone when the block ends, however it ends; what undoing fails at is said.
+lies behind a loop device is a file, which may well be in memory; how fast it is read is the limit's doing alone, as
+long as the file is faster. Everything is undone when the block ends, however it ends; what undoing fails at is said.
 
 Linux documents the limits in admin-guide/cgroup-v1/blkio-controller and admin-guide/cgroup-v2, `io.max`.
 """

@@ -1,11 +1,11 @@
 """Better, worse or inconclusive: what pairs of interleaved arms can tell, and what they could have told.
 
-A pair is a baseline and a candidate that ran one after the other, so that what the machine did at that hour is in
-both. What counts is the logarithm of their ratio; its mean over the pairs has Student's t interval with n - 1 degrees of
+A pair is a baseline and a candidate that ran one after the other, so that what the machine did at that hour is in both.
+What counts is the logarithm of their ratio; its mean over the pairs has Student's t interval with n - 1 degrees of
 freedom. The verdict is the side of 1 on which all of the interval lies, and inconclusive when 1 is inside.
 
-The interval is a 98 % one: of comparisons in which nothing has changed one in fifty is called a change; of ten pairs
-whose arms each are off by up to 15 %, at least 19 of 20 are called worse when a fifth is missing (conformance shows it).
+The interval is a 98 % one: of comparisons in which nothing has changed one in fifty is called a change. Of ten pairs
+whose arms are each off by up to 15 %, at least 19 of 20 are called worse when the drive has lost a fifth of its rate.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compare(baseline: Sequence[float], candidate: Sequence[float], *, more_is_be
     n = len(logs)
     if n < 2:
         return Verdict("inconclusive", n, math.exp(logs[0]) if logs else None, None, None, None)
-    from scipy.stats import t
+    from scipy.stats import t  # type: ignore[import-untyped,unused-ignore]
 
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(n)
     reach, more = (float(t.ppf(q, n - 1)) for q in (0.5 + CONFIDENCE / 2, POWER))

@@ -1,0 +1,181 @@
+"""What the sessions have in common: options, the record that ends up in a file, tables, and how they end.
+
+A result is one JSON object, schema `expertstream.bench/1` (docs/benchmarks.md), beside it the table as text, a report
+to send, and the chart as SVG and PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arms, surroundings
+from runtime.errors import ExpertstreamError, UsageError
+from runtime.home import write_whole
+
+SCHEMA = "expertstream.bench/1"
+OUT = Path("bench-results")
+
+Record = dict[str, Any]
+
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "schema": str,
+    "session": str,
+    "kind": str,
+    "smoke": bool,
+    "started": str,
+    "options": dict,
+    "source": dict,
+    "versions": dict,
+    "machine": dict,
+    "definitions": dict,
+    "void_above": dict,
+    "arms": list,
+}
+"""What every result has."""
+ARM_KEYS = ("arm", "round", "command", "page_cache", "status", "events", "run", "figures", "void", "output_sha256")
+
+
+def tell(line: str) -> None:
+    """A line for people, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def parser(name: str, text: str | None, rounds: int) -> argparse.ArgumentParser:
+    """With the options that every session has."""
+    first = (text or "").partition("\n\n")[0]
+    options = argparse.ArgumentParser(prog=f"bench-{name}", description=first, allow_abbrev=False)
+    add = options.add_argument
+    add("--model", type=Path, metavar="DIR", help="checkpoint directory")
+    add("--rounds", type=_count, default=None, help=f"how often every arm runs [{rounds}, with --smoke 1]")
+    add("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go [{OUT}]")
+    add("--work", type=Path, metavar="DIR", help="where temporary files go [the system's place]")
+    add("--smoke", action="store_true", help="something small, to see that it works: its numbers mean nothing")
+    options.set_defaults(usual_rounds=rounds)
+    return options
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError("a number from 1 to 1000 was expected")
+    return int(text)
+
+
+def session(options: argparse.Namespace, name: str, kind: str) -> Record:
+    """The record as it is before anything was measured. Resolves `--rounds`; makes the directory of results."""
+    if options.rounds is None:
+        options.rounds = 1 if options.smoke else options.usual_rounds
+    if options.model is not None and not options.model.is_dir():
+        raise UsageError(f"--model {options.model}: there is no such directory")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {options.out}: {error.strerror}") from None
+    said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    return {
+        "schema": SCHEMA,
+        "session": name,
+        "kind": kind,
+        "smoke": options.smoke,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "options": {key: value for key, value in said.items() if key != "usual_rounds"},
+        "source": surroundings.commit(arms.ROOT),
+        "versions": surroundings.versions(),
+        "machine": surroundings.machine(),
+        "definitions": arms.DEFINITIONS,
+        "void_above": {
+            "swap_bytes": arms.SWAP_BYTES,
+            "foreign_bytes": arms.FOREIGN_BYTES,
+            "foreign_part": arms.FOREIGN_PART,
+        },
+        "arms": [],
+    }
+
+
+def check(record: object) -> Record:
+    """The record, if it is one of our schema. Raises UsageError with what is wrong."""
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise UsageError(f"this is no result of schema {SCHEMA}")
+    for key, kind in KEYS.items():
+        if not isinstance(record.get(key), kind):
+            raise UsageError(f"the result's {key!r} is missing, or not what it should be")
+    for arm in record["arms"]:
+        if missing := [key for key in ARM_KEYS if key not in arm]:
+            raise UsageError(f"an arm of the result has no {missing[0]!r}")
+    return record
+
+
+def load(path: Path) -> Record:
+    """A result that was written before. Raises UsageError."""
+    try:
+        return check(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+def save(folder: Path, record: Record) -> Path:
+    """Write it, whole; the path. One arm a line, so that it can be read and compared."""
+    path = folder / f"{record['session']}.json"
+    head = {key: value for key, value in record.items() if key != "arms"}
+    lines = ",\n".join(json.dumps(arm) for arm in check(record)["arms"])
+    text = json.dumps(head, indent=1)[:-2] + f',\n "arms": [\n{lines}\n ]\n}}\n'
+    write_whole(path, text.encode())
+    return path
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """For people; the first column is words."""
+    from tabulate import tabulate
+
+    align = ("left", *["right"] * (len(head) - 1))
+    return str(tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=align if rows else None))
+
+
+def top_lines(record: Record) -> list[str]:
+    """What made the numbers: stands above every table."""
+    machine, source, model = record["machine"], record["source"], record.get("model") or {}
+    commit = (source["commit"] or "unknown")[:12] + (", with changes" if source["dirty"] else "")
+    load_average = "/".join(f"{value:.1f}" for value in machine["load_average"])
+    lines = [
+        f"kind     {record['kind']}",
+        f"machine  {machine['processor']}, {machine['processors']} processors, load {load_average} at the start",
+        f"source   commit {commit}, {record['started']}",
+    ]
+    if record.get("why"):
+        lines.insert(1, f"         because: {record['why']}")
+    if record["smoke"]:
+        lines.insert(0, "SMOKE    something small, to see that it works: these numbers mean nothing")
+    if model:
+        lines.append(f"model    {model['path']}, fingerprint {model['fingerprint'][:16]}")
+    return lines
+
+
+def voids(record: Record) -> list[str]:
+    """The arms that count nowhere, and why."""
+    return [
+        f"void     {arm['arm']}, round {arm['round'] + 1}: {'; '.join(arm['void'])}"
+        for arm in record["arms"]
+        if arm["void"]
+    ]
+
+
+def pm(figure: Record | None, digits: int = 3) -> str:
+    """A median with its least and most."""
+    if figure is None:
+        return "–"
+    text = f"{figure['median']:.{digits}f}"
+    return text if figure["arms"] < 2 else f"{text} ({figure['least']:.{digits}f}–{figure['most']:.{digits}f})"
+
+
+def failed(error: BaseException) -> int:
+    """Say why a session ended early; the exit status."""
+    if isinstance(error, ExpertstreamError):
+        tell(f"error: {error}")
+        return error.exit_code
+    tell("interrupted: nothing was kept, and what was set up is undone")
+    return 130
