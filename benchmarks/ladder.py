@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> None:
     for name, facts in drives.items():
         facts |= {"rate_bytes_per_s": rates[name], "limit_bytes_per_s": stage.limits.get(name), "probe": probed[name]}
     record["drives"] = drives
-    arms = _arms(options, stage, {name: found["mode"] for name, found in probed.items()})
+    arms = _arms(options, stage, {name: found["mode"] for name, found in probed.items() if "mode" in found})
     tell("warm up  kernels are compiled; this arm is not counted")
     warm = run_arm(arms[-1], 0, Place(scratch, home))
     if warm["status"]:
@@ -126,7 +126,7 @@ def _arms(options: argparse.Namespace, stage: Stage, modes: Record) -> list[Arm]
             options=(*stage.options(rung), *common),
             files=tuple(dict.fromkeys(stage.places[name] for name in rung)),
             trace=True,
-            modes={name: modes[name] for name in rung},
+            modes={name: modes[name] for name in rung if name in modes},
             settings={"max_new": max_new, "expert_reuse": False},
             shared=stage.kind == "throttled",
             prefix=stage.prefix,

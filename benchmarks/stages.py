@@ -164,7 +164,7 @@ def _replicate(model: Path, targets: Mapping[str, Path], names: Sequence[str]) -
         budget = int(_expert_bytes(model) * _part(name, names))
         with tempfile.TemporaryDirectory() as home:
             call(
-                ["replicate", "--model", str(model), "--to", str(target), "--budget", str(budget), "--floor", "0"],
+                ["replicate", "--model", str(model), "--to", str(target), "--budget", str(budget), "--floor", "1"],
                 Path(home),
             )
 
