@@ -1,13 +1,15 @@
-"""`nox -s conformance` and `nox -s lint`. Arguments after `--` go to pytest; `--install` there installs anew.
+"""`nox -s conformance`, `nox -s lint`, and the benchmarks, `nox -s bench-4drive` and others (docs/benchmarks.md).
 
-An environment is made once and used again: pip is asked only when pyproject.toml or the interpreter has changed
-since, so that both sessions work without a network from then on.
+Arguments after `--` go to pytest or to the benchmark; `--install` there installs anew. An environment is made once and
+used again: pip is asked only when pyproject.toml or the interpreter has changed since, so that all sessions work
+without a network from then on. All benchmarks share one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -21,15 +23,33 @@ ROOT = Path(__file__).parent
 
 def install(session: nox.Session, extra: str) -> list[str]:
     """Install the checkout, editable, with an extra, unless that was done; the session's remaining arguments."""
+    return _install(session, extra, Path(session.virtualenv.location), session.install)
+
+
+def _install(session: nox.Session, extra: str, location: Path, pip: Callable[..., None]) -> list[str]:
     arguments = [argument for argument in session.posargs if argument != "--install"]
     wanted = hashlib.sha256(f"{sys.version} {extra} {ROOT}\n".encode() + (ROOT / "pyproject.toml").read_bytes())
-    stamp = Path(session.virtualenv.location) / "installed"
+    stamp = location / "installed"
     current = stamp.is_file() and stamp.read_text() == wanted.hexdigest()
     if not current or len(arguments) < len(session.posargs):
         stamp.unlink(missing_ok=True)
-        session.install("--editable", f".[{extra}]")
+        pip("--editable", f".[{extra}]")
         stamp.write_text(wanted.hexdigest())
     return arguments
+
+
+def bench(session: nox.Session, name: str) -> None:
+    """Run one of the benchmarks, in the environment that they share."""
+    location = ROOT / ".nox" / "bench"
+    python = str(location / "bin" / "python")
+    if not Path(python).exists():
+        session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(location), external=True)
+
+    def pip(*words: str) -> None:
+        session.run_install(python, "-m", "pip", "install", "--quiet", *words, external=True)
+
+    arguments = _install(session, "bench", location, pip)
+    session.run(python, "-m", f"benchmarks.{name}", *arguments, external=True)
 
 
 @nox.session
@@ -46,3 +66,33 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+
+
+@nox.session(name="bench-4drive", venv_backend="none")
+def bench_4drive(session: nox.Session) -> None:
+    """The drive ladder: one to four drives, the forecast beside them."""
+    bench(session, "ladder")
+
+
+@nox.session(name="bench-decode", venv_backend="none")
+def bench_decode(session: nox.Session) -> None:
+    """Tokens a second."""
+    bench(session, "decode")
+
+
+@nox.session(name="bench-ttft", venv_backend="none")
+def bench_ttft(session: nox.Session) -> None:
+    """Seconds to the first token, by the length of the prompt."""
+    bench(session, "ttft")
+
+
+@nox.session(name="bench-kernels", venv_backend="none")
+def bench_kernels(session: nox.Session) -> None:
+    """What the kernels reach of the machine's roofs."""
+    bench(session, "kernels")
+
+
+@nox.session(name="bench-peers", venv_backend="none")
+def bench_peers(session: nox.Session) -> None:
+    """Other engines on the same checkpoint."""
+    bench(session, "peers")

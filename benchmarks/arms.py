@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -41,6 +41,9 @@ SWAP_BYTES = 1_000_000
 """Swap traffic of the whole system during an arm above which it is void."""
 FOREIGN_PART, FOREIGN_BYTES = 0.02, 16_000_000
 """An arm is void when others read more from a disk of its drives than this part of its own bytes, and this much."""
+
+PRINTED = 4000
+"""Characters kept of what another engine prints."""
 
 _TOKEN = re.compile(r"\s*(\d+)\s+(\d+)\s+[\d.]+ ms\b")
 
@@ -89,22 +92,26 @@ class Place:
     traces: Path | None = None
 
 
-Told = Callable[[str], None]
-
-
-def interleave(arms: Sequence[Arm], rounds: int, place: Place, told: Told) -> list[Record]:
+def interleave(arms: Sequence[Arm], rounds: int, place: Place, spare: int = 0) -> list[Record]:
     """Every arm once a round, each round in the other direction, so that none is always the one after another.
 
-    A KeyboardInterrupt ends the arm under way, too.
+    While an arm has fewer than `rounds` results that are not void, there are further rounds, up to `spare`, of all
+    arms, so that pairs stay pairs. A KeyboardInterrupt ends the arm under way, too.
     """
-    results = []
-    for number in range(rounds):
+    results: list[Record] = []
+    for number in range(rounds + spare):
+        if number >= rounds and all(_counted(results, arm) >= rounds for arm in arms):
+            break
         for arm in arms if number % 2 == 0 else reversed(arms):
             result = run_arm(arm, number, place)
             results.append(result)
-            told(f"{arm.name:24} round {number + 1} of {rounds}  {brief(result)}")
+            print(f"{arm.name:24} round {number + 1} of {rounds}  {brief(result)}", file=sys.stderr, flush=True)
     judge(results)
     return results
+
+
+def _counted(results: Sequence[Record], arm: Arm) -> int:
+    return sum(result["arm"] == arm.name and not result["void"] for result in results)
 
 
 def run_arm(arm: Arm, number: int, place: Place) -> Record:
@@ -133,6 +140,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             "elapsed_s": process.elapsed_s,
             "events": process.events,
             "run": process.record(),
+            "printed": process.printed() if arm.command else None,
             "swap_bytes": swapped.sin - swap.sin + swapped.sout - swap.sout,
             "major_faults": after.ru_majflt - before.ru_majflt,
             "cpu_s": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
@@ -188,6 +196,10 @@ class _Process:
             finally:
                 timer.cancel()
 
+    def printed(self) -> str:
+        """What was on stdout, its end when it was long."""
+        return "".join(self._out)[-PRINTED:]
+
     def record(self) -> Record | None:
         """The JSON object on stdout, if it was one."""
         with suppress(ValueError, IndexError):
@@ -199,6 +211,8 @@ class _Process:
 def _traced(trace: Path, run: Record | None) -> Record:
     """From the trace: its head, and by disk what the arm read there and what others did."""
     head = load_trace(trace).about
+    for known in ("settings", "model"):  # as in the run record
+        head.pop(known, None)
     trunk = run["io"]["by_kind"]["trunk"] if run and "io" in run else 0
     disks: Record = {}
     for disk, done in head.get("disks", {}).items():
@@ -219,6 +233,7 @@ def _traced(trace: Path, run: Record | None) -> Record:
 DEFINITIONS = {
     "inclusive_tokens_per_s": "generated tokens / seconds from the start of the process to the last token",
     "steady_tokens_per_s": "(generated tokens - 1) / (seconds to the last token - seconds to the first token)",
+    "elapsed_s": "seconds from the start of the process to its end",
     "first_token_s": "seconds from the start of the process to the first token",
     "prompt_s": "seconds from the model being ready to the first token, as the run itself counts (timing.ttft_s)",
     "prefill_tokens_per_s": "(tokens of the long prompt - tokens of the short one) / (first_token_s of the long one - "
@@ -233,6 +248,7 @@ def figures(result: Record) -> Record:
     n, run = len(times), result["run"] or {}
     whole = n == len(run.get("token_ids", ()))
     return {
+        "elapsed_s": result["elapsed_s"],
         "tokens": n if whole else None,
         "first_token_s": times[0] if n and whole else None,
         "last_token_s": times[-1] if n and whole else None,

@@ -71,7 +71,7 @@ def ladder(record: Record, path: Path) -> str:
     axes.set_xticks(range(len(rungs)), names)
     axes.set_ylim(0, top * 1.12)
     axes.set_ylabel("tokens/s, steady")
-    _titles(axes, "The drive ladder", [record["kind"], _made_by(record)])
+    _titles(axes, "The drive ladder", [record["kind"], _made_by(record), "large figures: part of the last rung's rate"])
     axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     return _save(figure, path)
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from benchmarks import charts, surroundings
 from benchmarks.arms import Arm, Place, Record, interleave, run_arm, spread
 from benchmarks.limits import ended_by_signals
-from benchmarks.records import failed, parser, pm, save, session, table, tell, top_lines, voids
+from benchmarks.records import failed, parser, paths, pm, portable, save, session, table, tell, top_lines, voids
 from benchmarks.reports import ladder_report
 from benchmarks.stages import KINDS, LIMITS, Stage, call, set_up
-from benchmarks.verdict import compare
+from benchmarks.verdict import compare_arms
 from runtime.drives.plan import fluid_bound
 from runtime.drives.report import Analysis, report
 from runtime.drives.trace import load as load_trace
@@ -37,6 +37,8 @@ from runtime.errors import ExpertstreamError, UsageError
 from runtime.home import write_whole
 from runtime.weights.placement import MODEL
 
+SPARE = 2
+"""Rounds that are run beside those asked for, where arms were void."""
 FRANCE = "The capital of France is"
 
 
@@ -87,16 +89,19 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> None:
     if warm["status"]:
         raise UsageError(f"the run does not work: {warm['void'][0]}")
     record["forecast"] = _forecast(stage, rates, home)
-    record["arms"] = results = interleave(
-        arms, options.rounds, Place(scratch, home, options.out / "4drive-traces"), tell
-    )
+    place = Place(scratch, home, options.out / "4drive-traces")
+    record["arms"] = results = interleave(arms, options.rounds, place, 0 if options.smoke else SPARE)
     holders = stage.holders()
     for result in results:
         result["reads"] = (
             None if result["void"] else _reads(options.out / result["trace"]["file"], result, holders, rates)
         )
     record["rungs"] = _rungs(stage, results, record["forecast"])
-    record["comparisons"] = _comparisons([rung["rung"] for rung in record["rungs"]], results)
+    names = [arm.name for arm in arms]
+    figure = "steady_tokens_per_s"
+    record["comparisons"] = [compare_arms(results, *two, figure, more_is_better=True) for two in pairwise(names)]
+    record = portable(record, paths(scratch))
+    _trace_reports(options.out, results)
     finish(options.out, record)
 
 
@@ -210,19 +215,13 @@ def _rungs(stage: Stage, results: Sequence[Record], forecast: Record) -> list[Re
     return rungs
 
 
-def _comparisons(names: Sequence[str], results: Sequence[Record]) -> list[Record]:
-    """Each rung with the one below it, round by round, where neither arm is void."""
-    found = []
-    for before, after in pairwise(names):
-        by_round = {(r["arm"], r["round"]): r["figures"]["steady_tokens_per_s"] for r in results if not r["void"]}
-        rounds = sorted(number for name, number in by_round if name == before and (after, number) in by_round)
-        sides = [[by_round[name, number] for number in rounds] for name in (before, after)]
-        verdict = compare(*sides, more_is_better=True)
-        found.append(
-            {"baseline": before, "candidate": after, "figure": "steady_tokens_per_s", "said": str(verdict)}
-            | verdict.record()
-        )
-    return found
+def _trace_reports(out: Path, results: Sequence[Record]) -> None:
+    """Of each rung's last arm that counts, as `trace report` prints it."""
+    last = {result["arm"]: result["trace"]["file"] for result in results if not result["void"]}
+    said = [
+        f"# {name}: {file}\n\n{call(['trace', 'report', str((out / file).resolve())])}" for name, file in last.items()
+    ]
+    write_whole(out / "4drive-traces" / "reports.txt", "\n\n".join(said).encode())
 
 
 def text(record: Record) -> str:

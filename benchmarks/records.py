@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,24 @@ def session(options: argparse.Namespace, name: str, kind: str) -> Record:
         },
         "arms": [],
     }
+
+
+def portable(value: Any, names: Mapping[str, str]) -> Any:
+    """The same with these beginnings of paths replaced, so that it can be sent, and names nobody's home."""
+    if isinstance(value, str):
+        for path, name in names.items():
+            value = value.replace(path, name)
+        return value
+    if isinstance(value, Mapping):
+        return {portable(key, names): portable(item, names) for key, item in value.items()}
+    return [portable(item, names) for item in value] if isinstance(value, list | tuple) else value
+
+
+def paths(scratch: Path) -> dict[str, str]:
+    """What is replaced in a session's result."""
+    home = str(Path.home())
+    replaced = {str(scratch): "$SCRATCH", str(arms.ROOT): "$CHECKOUT", sys.executable: "python", sys.prefix: "$PYTHON"}
+    return replaced | ({} if home == "/" else {home: "~"})
 
 
 def check(record: object) -> Record:

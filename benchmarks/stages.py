@@ -200,7 +200,7 @@ def _synthetic(options: argparse.Namespace, path: Path) -> Path:
     """The synthetic checkpoint there, made unless it is there."""
     if not (path / "config.json").exists():
         tell(f"synth    {path}")
-        call(["synth", "--shape", "ladder", *(SMOKE if options.smoke else ()), "--out", str(path)], None)
+        call(["synth", "--shape", "ladder", *(SMOKE if options.smoke else ()), "--out", str(path)])
     return path
 
 
@@ -212,7 +212,7 @@ def _sync(folder: Path) -> None:
             os.close(fd)
 
 
-def call(words: Sequence[str], home: Path | None, prefix: Sequence[str] = ()) -> str:
+def call(words: Sequence[str], home: Path | None = None, prefix: Sequence[str] = ()) -> str:
     """A command of the program to its end; what it printed. Raises UsageError with what it said."""
     env = os.environ | ({} if home is None else {"EXPERTSTREAM_HOME": str(home)})
     return _command(*prefix, sys.executable, "-m", "runtime", *words, env=env)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -71,3 +71,18 @@ def compare(baseline: Sequence[float], candidate: Sequence[float], *, more_is_be
         word = "better" if (mean > 0) == more_is_better else "worse"
     smallest = math.expm1((reach + more) * error)
     return Verdict(word, n, math.exp(mean), math.exp(low), math.exp(high), smallest)
+
+
+def compare_arms(
+    results: Sequence[Mapping[str, Any]], baseline: str, candidate: str, figure: str, *, more_is_better: bool = False
+) -> dict[str, Any]:
+    """Judge two arms by name, round by round, where neither is void and both have the figure. As JSON."""
+    values = {
+        (result["arm"], result["round"]): result["figures"][figure]
+        for result in results
+        if not result["void"] and result["figures"].get(figure) is not None
+    }
+    rounds = sorted(number for name, number in values if name == baseline and (candidate, number) in values)
+    sides = ([values[name, number] for number in rounds] for name in (baseline, candidate))
+    verdict = compare(*sides, more_is_better=more_is_better)
+    return {"baseline": baseline, "candidate": candidate, "figure": figure, "said": str(verdict), **verdict.record()}

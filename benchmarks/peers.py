@@ -1,0 +1,125 @@
+"""`nox -s bench-peers`: other engines on the same checkpoint, in the same session, by turns with this one.
+
+    python -m benchmarks.peers [--model DIR] [--engine 'NAME=command {model} {ids} {max_new}' …] …
+
+mlx-lm runs where it is installed, knows the architecture and has room for the whole checkpoint. Any other engine is a
+command, in which {model}, {prompt}, {ids} and {max_new} are put in; of it only the time of the whole process is known,
+and what it printed is kept. Engines round differently: whether one generates the same tokens as this program is said,
+and only an engine that disagrees with itself is void.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.arms import Arm, Record, interleave, spread
+from benchmarks.records import failed, parser, pm, session
+from benchmarks.speed import add_run_options, describe, finish, make_arm, place, variants
+from benchmarks.ttft import prompt_ids
+from benchmarks.verdict import compare_arms
+from runtime.errors import ExpertstreamError, UsageError
+from runtime.generate import embedded_model
+
+OURS = "expertstream"
+ROOM = 1.6
+"""Memory over the size of a checkpoint with which an engine that loads all of it is tried."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the session; the exit status."""
+    options = parser("peers", __doc__, rounds=3)
+    add_run_options(options)
+    options.add_argument("--engine", action="append", default=[], metavar="NAME=COMMAND", help="another one; repeat")
+    options.add_argument("--max-new", type=int, help="tokens of the answer [17, with --smoke 4]")
+    asked = options.parse_args(arguments)
+    try:
+        record = session(asked, "peers", "whole processes of several engines on one checkpoint")
+        describe(asked, record)
+        model, max_new = asked.model or embedded_model(), asked.max_new or (4 if asked.smoke else 17)
+        ids = ",".join(map(str, prompt_ids(model, 6)))
+        words = ["--prompt-ids", ids, "--max-new", str(max_new), *variants(asked)[""][0]]
+        ours = make_arm(asked, OURS, words, partners=OURS)
+        peers, record["not_run"] = _mlx_lm(model, ids, max_new, ours)
+        peers += [_engine(text, model, ids, max_new, ours) for text in asked.engine]
+        arms = [ours, *peers]
+        with place(asked, "peers", [ours]) as where:
+            record["arms"] = results = interleave(arms, asked.rounds, where)
+    except (ExpertstreamError, KeyboardInterrupt) as error:
+        return failed(error)
+    names = [arm.name for arm in arms]
+    record["same_tokens"] = {name: _agrees(results, name) for name in names[1:]}
+    figures = ("first_token_s", "steady_tokens_per_s")
+    record["comparisons"] = [
+        compare_arms(results, name, OURS, figure, more_is_better=figure != "first_token_s")
+        for name in names[1:]
+        for figure in figures
+    ]
+    record["shown"] = ["elapsed_s", *figures]
+    rows = []
+    for name in names:
+        mine = [r for r in results if r["arm"] == name]
+        same = {True: "yes", False: "no", None: "–"}[record["same_tokens"].get(name, True)]
+        rows.append([name, same, *(pm(spread(mine, figure)) for figure in record["shown"])])
+    rows += [[f"{name}: not run, {why}", *[""] * 4] for name, why in record["not_run"].items()]
+    head = ["engine", "our tokens", "whole process, s", "first token, s", "steady tokens/s"]
+    finish(
+        asked.out,
+        where.scratch,
+        record,
+        head,
+        rows,
+        (names, "elapsed_s", "seconds, whole process", "Engines on one checkpoint"),
+    )
+    return 0
+
+
+def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], dict[str, str]]:
+    """Its arm, or why there is none."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        return [], {"mlx-lm": "it is not installed"}
+    nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    if nbytes * ROOM > free:
+        return [], {"mlx-lm": f"it loads all of {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"}
+    command = (sys.executable, "-m", "benchmarks.peer_mlx_lm", str(model), ids, str(max_new))
+    return [Arm("mlx-lm", partners="mlx-lm", exact=False, command=command, cold=ours.cold, files=ours.files)], {}
+
+
+def _engine(text: str, model: Path, ids: str, max_new: int, ours: Arm) -> Arm:
+    """From NAME=COMMAND. Raises UsageError."""
+    name, _, command = text.partition("=")
+    values = {"model": str(model), "ids": ids, "max_new": str(max_new), "prompt": _prompt(model, ids)}
+    try:
+        words = tuple(word.format(**values) for word in shlex.split(command))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UsageError(f"--engine {text!r}: {error!r}: in a command are {{{'}, {'.join(values)}}}") from None
+    if not name.strip() or not words:
+        raise UsageError(f"--engine {text!r}: write NAME=COMMAND")
+    return Arm(name.strip(), partners=name.strip(), exact=False, command=words, cold=ours.cold, files=ours.files)
+
+
+def _prompt(model: Path, ids: str) -> str:
+    """The text of the ids; empty for a checkpoint without a tokenizer."""
+    from runtime.text.tokenizer import Tokenizer
+
+    if not (model / "tiktoken.model").exists():
+        return ""
+    return Tokenizer.load(model).decode(json.loads(f"[{ids}]"))
+
+
+def _agrees(results: Sequence[Record], name: str) -> bool | None:
+    """Whether the engine generated our tokens; None when it did not say which."""
+    said = {r["tokens_sha256"] for r in results if r["arm"] == name and not r["void"]}
+    own = {r["tokens_sha256"] for r in results if r["arm"] == OURS and not r["void"]}
+    return None if said <= {None} or not own else said == own
+
+
+if __name__ == "__main__":
+    sys.exit(main())

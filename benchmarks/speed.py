@@ -1,0 +1,126 @@
+"""What the sessions of plain runs share: how their arms are made, and how their results are written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import charts, surroundings
+from benchmarks.arms import ROOT, Arm, Place, Record, run_arm
+from benchmarks.limits import ended_by_signals
+from benchmarks.records import paths, portable, save, table, tell, top_lines, voids
+from runtime.commands.drives import parse_drives
+from runtime.errors import UsageError
+from runtime.generate import embedded_model
+from runtime.generate.embedded import NOTE
+from runtime.home import write_whole
+
+SMALL_BYTES = 1 << 20
+"""Experts below this are read plainly when no drive is named; tracing would change that."""
+
+
+def add_run_options(options: argparse.ArgumentParser) -> None:
+    """Drives, further options of `run`, and what to compare with."""
+    add = options.add_argument
+    add("--drive", action="append", default=[], metavar="NAME=PATH", help="as for `run`; repeat")
+    add("--simulate-drive", action="append", default=[], metavar="NAME=400MB/s", help="as for `run`; repeat")
+    add("--run-options", default="", metavar="OPTIONS", help="further options of `run`, in one string")
+    add("--versus", metavar="OPTIONS", help="compare with a run that has these options beside, in one string")
+    add("--versus-checkout", type=Path, metavar="DIR", help="compare with the program in another checkout")
+    add("--warm", action="store_true", help="leave the page cache as it is, and run each arm once before")
+
+
+def variants(options: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], Path]]:
+    """By name, the further options of `run` and the checkout; the second one, if any, is compared with the first."""
+    own = tuple(shlex.split(options.run_options))
+    found = {"": (own, ROOT)}
+    if options.versus is not None or options.versus_checkout is not None:
+        checkout = options.versus_checkout or ROOT
+        if not (checkout / "runtime").is_dir():
+            raise UsageError(f"--versus-checkout {checkout}: there is no runtime/ in it")
+        found["versus "] = ((*own, *shlex.split(options.versus or "")), checkout.resolve())
+    return found
+
+
+def make_arm(options: argparse.Namespace, name: str, words: Sequence[str], checkout: Path = ROOT, **more: Any) -> Arm:
+    """An arm over the session's model and drives. words: its own options of `run`."""
+    model = options.model or embedded_model()
+    layout = parse_drives(options.drive, options.simulate_drive)
+    drives = [f"--drive={text}" for text in options.drive] + [f"--simulate-drive={t}" for t in options.simulate_drive]
+    named = ["--model", str(options.model)] if options.model else []
+    large = surroundings.model(model)["expert_bytes"] >= SMALL_BYTES
+    return Arm(
+        name=name,
+        options=(*named, *drives, *words),
+        cold=not options.warm,
+        files=tuple(layout.paths(model).values()),
+        trace=bool(drives) or large,
+        shared=bool(options.simulate_drive),
+        checkout=checkout,
+        **more,
+    )
+
+
+def describe(options: argparse.Namespace, record: Record) -> None:
+    """Put model and drives into the record."""
+    model = options.model or embedded_model()
+    places = parse_drives(options.drive, options.simulate_drive).paths(model)
+    record["model"] = surroundings.model(model) | {"note": None if options.model else NOTE}
+    record["drives"] = surroundings.drives(places)
+
+
+@contextmanager
+def place(options: argparse.Namespace, name: str, warm: Sequence[Arm]) -> Iterator[Place]:
+    """Where arms run. First each of `warm` runs once, uncounted, so that kernels are compiled; with --warm, all do.
+
+    Raises UsageError when one of them does not work.
+    """
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="expertstream-", dir=options.work) as scratch:
+        tell("warm up  not counted")
+        for arm in warm:
+            done = run_arm(arm, 0, Place(Path(scratch)))
+            if done["status"]:
+                raise UsageError(f"{arm.name} does not work: {done['void'][0]}")
+        yield Place(Path(scratch), traces=options.out / f"{name}-traces")
+
+
+def finish(
+    out: Path, scratch: Path, record: Record, head: Sequence[str], rows: Sequence[Sequence[str]], chart: tuple[Any, ...]
+) -> None:
+    """Write and print: JSON, table, chart, and what pytest-benchmark records of it."""
+    name = record["session"]
+    record = portable(record, paths(scratch))
+    saved = save(out, record)
+    verdicts = [
+        f"verdict  {c['candidate']} against {c['baseline']}, {c['figure']}: {c['said']}" for c in record["comparisons"]
+    ]
+    defined = [f"defined  {key}: {said}" for key, said in record["definitions"].items() if key in record["shown"]]
+    cache = f"         page cache: {record['arms'][0]['page_cache']}"
+    said = "\n".join([*top_lines(record), "", table(head, rows), "", *verdicts, *defined, cache, *voids(record)]) + "\n"
+    write_whole(out / f"{name}.txt", said.encode())
+    charted = charts.bars(record, out / name, *chart)
+    kept = _pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
+    print(said, end="")
+    tell(f"results  {saved}, .txt{charted}{kept}")
+
+
+def _pytest_benchmark(saved: Path, target: Path) -> str:
+    """Have it recorded; what to say of that. Arms that are all void leave nothing to record."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    options = [f"--benchmark-json={target.resolve()}", "--benchmark-columns=median,min,max,rounds"]
+    done = subprocess.run(
+        [*command, *options, str(ROOT / "benchmarks" / "recorded.py")],
+        cwd=ROOT,
+        env=os.environ | {"EXPERTSTREAM_BENCH": str(saved.resolve())},
+        capture_output=True,
+        text=True,
+    )
+    return f", {target.name}" if done.returncode == 0 else ", nothing for pytest-benchmark"
