@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant, (words, checkout) in variants(asked).items()
         ]
         names = [arm.name for arm in arms]
-        with place(asked, "decode", arms if asked.warm else arms[: len(variants(asked))]) as where:
+        with place(asked, "decode", arms) as where:
             record["arms"] = results = interleave(arms, asked.rounds, where)
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
@@ -66,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokens = sorted({str(r["figures"]["tokens"]) for r in mine if not r["void"]})
         rows.append([name, "/".join(tokens) or "–", *(pm(spread(mine, figure)) for figure in record["shown"])])
     head = ["arm", "generated", "inclusive tokens/s", "steady tokens/s", "first token, s"]
-    finish(asked.out, where.scratch, record, head, rows, (names, "steady_tokens_per_s", "tokens/s, steady", "Decode"))
-    return 0
+    return finish(
+        asked.out, where.scratch, record, head, rows, (names, "steady_tokens_per_s", "tokens/s, steady", "Decode")
+    )
 
 
 if __name__ == "__main__":

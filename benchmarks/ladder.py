@@ -26,7 +26,20 @@ from pathlib import Path
 from benchmarks import charts, surroundings
 from benchmarks.arms import Arm, Place, Record, interleave, run_arm, spread
 from benchmarks.limits import ended_by_signals
-from benchmarks.records import failed, parser, paths, pm, portable, save, session, table, tell, top_lines, voids
+from benchmarks.records import (
+    exit_status,
+    failed,
+    parser,
+    paths,
+    pm,
+    portable,
+    save,
+    session,
+    table,
+    tell,
+    top_lines,
+    voids,
+)
 from benchmarks.reports import ladder_report
 from benchmarks.stages import KINDS, LIMITS, Stage, call, set_up
 from benchmarks.verdict import compare_arms
@@ -49,10 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ended_by_signals(), ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="expertstream-", dir=options.work)))
             stage = stack.enter_context(set_up(options, scratch))
-            _measure(options, stage, scratch)
+            return _measure(options, stage, scratch)
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
-    return 0
 
 
 def _options() -> argparse.ArgumentParser:
@@ -73,7 +85,7 @@ def _options() -> argparse.ArgumentParser:
 # --- measuring ---
 
 
-def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> None:
+def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> int:
     home = scratch / "home"
     home.mkdir()
     record = session(options, "4drive", KINDS[stage.kind])
@@ -84,10 +96,11 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> None:
         facts |= {"rate_bytes_per_s": rates[name], "limit_bytes_per_s": stage.limits.get(name), "probe": probed[name]}
     record["drives"] = drives
     arms = _arms(options, stage, {name: found["mode"] for name, found in probed.items() if "mode" in found})
-    tell("warm up  kernels are compiled; this arm is not counted")
-    warm = run_arm(arms[-1], 0, Place(scratch, home))
-    if warm["status"]:
-        raise UsageError(f"the run does not work: {warm['void'][0]}")
+    if not options.smoke:
+        tell("warm up  kernels are compiled; this arm is not counted")
+        warm = run_arm(arms[-1], 0, Place(scratch, home))
+        if warm["status"]:
+            raise UsageError(f"the run does not work: {warm['void'][0]}")
     record["forecast"] = _forecast(stage, rates, home)
     place = Place(scratch, home, options.out / "4drive-traces")
     record["arms"] = results = interleave(arms, options.rounds, place, 0 if options.smoke else SPARE)
@@ -103,6 +116,7 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> None:
     record = portable(record, paths(scratch))
     _trace_reports(options.out, results)
     finish(options.out, record)
+    return exit_status(record)
 
 
 def _probe(options: argparse.Namespace, stage: Stage, home: Path) -> tuple[Record, dict[str, float]]:

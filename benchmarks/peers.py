@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peers, record["not_run"] = _mlx_lm(model, ids, max_new, ours)
         peers += [_engine(text, model, ids, max_new, ours) for text in asked.engine]
         arms = [ours, *peers]
-        with place(asked, "peers", [ours]) as where:
+        with place(asked, "peers", arms) as where:
             record["arms"] = results = interleave(arms, asked.rounds, where)
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append([name, same, *(pm(spread(mine, figure)) for figure in record["shown"])])
     rows += [[f"{name}: not run, {why}", *[""] * 4] for name, why in record["not_run"].items()]
     head = ["engine", "our tokens", "whole process, s", "first token, s", "steady tokens/s"]
-    finish(
+    return finish(
         asked.out,
         where.scratch,
         record,
@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows,
         (names, "elapsed_s", "seconds, whole process", "Engines on one checkpoint"),
     )
-    return 0
 
 
 def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], dict[str, str]]:

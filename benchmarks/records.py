@@ -182,6 +182,14 @@ def voids(record: Record) -> list[str]:
     ]
 
 
+def exit_status(record: Record) -> int:
+    """0, or 1 when no arm counts: then nothing was measured."""
+    if any(not arm["void"] for arm in record["arms"]):
+        return 0
+    tell("error: every arm is void, so nothing was measured")
+    return 1
+
+
 def pm(figure: Record | None, digits: int = 3) -> str:
     """A median with its least and most."""
     if figure is None:

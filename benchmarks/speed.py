@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import charts, surroundings
 from benchmarks.arms import ROOT, Arm, Place, Record, run_arm
 from benchmarks.limits import ended_by_signals
-from benchmarks.records import paths, portable, save, table, tell, top_lines, voids
+from benchmarks.records import exit_status, paths, portable, save, table, tell, top_lines, voids
 from runtime.commands.drives import parse_drives
 from runtime.errors import UsageError
 from runtime.generate import embedded_model
@@ -78,13 +78,17 @@ def describe(options: argparse.Namespace, record: Record) -> None:
 
 
 @contextmanager
-def place(options: argparse.Namespace, name: str, warm: Sequence[Arm]) -> Iterator[Place]:
-    """Where arms run. First each of `warm` runs once, uncounted, so that kernels are compiled; with --warm, all do.
+def place(options: argparse.Namespace, name: str, arms: Sequence[Arm]) -> Iterator[Place]:
+    """Where arms run. First one of each checkout runs once, uncounted, so that kernels are compiled; with --warm all
+    do, for a smoke none.
 
     Raises UsageError when one of them does not work.
     """
+    one_each = list({arm.checkout: arm for arm in reversed(arms) if not arm.command}.values())
+    warm = [] if options.smoke else list(arms) if options.warm else one_each
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="expertstream-", dir=options.work) as scratch:
-        tell("warm up  not counted")
+        if warm:
+            tell("warm up  not counted")
         for arm in warm:
             done = run_arm(arm, 0, Place(Path(scratch)))
             if done["status"]:
@@ -94,8 +98,8 @@ def place(options: argparse.Namespace, name: str, warm: Sequence[Arm]) -> Iterat
 
 def finish(
     out: Path, scratch: Path, record: Record, head: Sequence[str], rows: Sequence[Sequence[str]], chart: tuple[Any, ...]
-) -> None:
-    """Write and print: JSON, table, chart, and what pytest-benchmark records of it."""
+) -> int:
+    """Write and print: JSON, table, chart, and what pytest-benchmark records of it. The exit status."""
     name = record["session"]
     record = portable(record, paths(scratch))
     saved = save(out, record)
@@ -110,6 +114,7 @@ def finish(
     kept = _pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
     print(said, end="")
     tell(f"results  {saved}, .txt{charted}{kept}")
+    return exit_status(record)
 
 
 def _pytest_benchmark(saved: Path, target: Path) -> str:

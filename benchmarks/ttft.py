@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant, (words, checkout) in variants(asked).items()
         ]
         names = [arm.name for arm in arms]
-        with place(asked, "ttft", arms if asked.warm else arms[: len(variants(asked))]) as where:
+        with place(asked, "ttft", arms) as where:
             record["arms"] = results = interleave(arms, asked.rounds, where)
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rate is not None:
             rows.append([f"{variant}prefill, {lengths[0]} to {lengths[-1]} tokens", f"{rate:.1f} tokens/s", "", ""])
     head = ["prompt", "first token, s", "of it the prompt, s", "experts read"]
-    finish(
+    return finish(
         asked.out,
         where.scratch,
         record,
@@ -80,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows,
         (names, "first_token_s", "seconds to the first token", "First token"),
     )
-    return 0
 
 
 def prompt_ids(model: Path, length: int) -> list[int]:

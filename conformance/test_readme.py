@@ -61,7 +61,8 @@ def test_every_program_is_known(line: Line) -> None:
         program = Path(words[0]).name
         if program == "nox":
             assert words[1] == "-s"
-            assert re.search(rf"^def {words[2]}\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+            named = rf'^def {words[2]}\(session|^@nox.session\(name="{words[2]}"'
+            assert re.search(named, (ROOT / "noxfile.py").read_text(), re.MULTILINE)
         else:
             assert program in ("python", "python3", "pip", "printf", "curl"), line
 
