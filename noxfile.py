@@ -2,7 +2,7 @@
 
 Arguments after `--` go to pytest or to the benchmark; `--install` there installs anew. An environment is made once and
 used again: pip is asked only when pyproject.toml or the interpreter has changed since, so that all sessions work
-without a network from then on. All benchmarks share one.
+without a network from then on. The benchmarks use that of the tests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _install(session: nox.Session, extra: str, location: Path, pip: Callable[...
 
 
 def bench(session: nox.Session, name: str) -> None:
-    """Run one of the benchmarks, in the environment that they share."""
-    location = ROOT / ".nox" / "bench"
+    """Run one of the benchmarks, in the environment of the tests."""
+    location = ROOT / ".nox" / "conformance"
     python = str(location / "bin" / "python")
     if not Path(python).exists():
         session.run_install(sys.executable, "-m", "virtualenv", "--quiet", str(location), external=True)
@@ -48,7 +48,7 @@ def bench(session: nox.Session, name: str) -> None:
     def pip(*words: str) -> None:
         session.run_install(python, "-m", "pip", "install", "--quiet", *words, external=True)
 
-    arguments = _install(session, "bench", location, pip)
+    arguments = _install(session, "test", location, pip)
     session.run(python, "-m", f"benchmarks.{name}", *arguments, external=True)
 
 
