@@ -109,10 +109,11 @@ def portable(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def paths(scratch: Path) -> dict[str, str]:
-    """What is replaced in a session's result."""
+    """What is replaced in a session's result; what lies inside of another one comes first."""
     home = str(Path.home())
     replaced = {str(scratch): "$SCRATCH", str(arms.ROOT): "$CHECKOUT", sys.executable: "python", sys.prefix: "$PYTHON"}
-    return replaced | ({} if home == "/" else {home: "~"})
+    replaced |= {} if home == "/" else {home: "~"}
+    return dict(sorted(replaced.items(), key=lambda item: -len(item[0])))
 
 
 def check(record: object) -> Record:
