@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ def lend(engine: Engine, snapshots: int = 0, **changed: Any) -> Lent:
 
 class ScriptedModel:
     """Logits by script: after a prompt, its tokens one after the other, whatever the prompt. `gate`, before a layer."""
+
+    trunk = SimpleNamespace(precision="bf16")
 
     def __init__(self, vocab: int, layers: int = 2) -> None:
         self.vocab, self.layers = vocab, layers

@@ -12,6 +12,7 @@ import trajectory
 from commandline import Command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serverside import served
 from trajectory import assert_same_run, feed_engine, make_prompt, reference_run
 
 from runtime.checkpoint import Checkpoint
@@ -246,6 +247,12 @@ def test_chat_says_it_too(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_pat
     outcome = cli("chat", "--trunk", "int8", "--backend", "cpu")
     assert outcome.status == 0
     assert LABEL in outcome.err
+
+
+def test_a_server_says_it_of_itself(checkpoint: Path) -> None:
+    for precision, words in (("int8", LABEL), ("bf16", "weight-exact")):
+        with Engine.load(checkpoint, backend="reference", trunk=precision) as engine, served(engine) as server:
+            assert server.get("/health").json["precision"].startswith(words)
 
 
 def test_a_refusal_says_what_int8_would_need(cli: Command, checkpoint: Path) -> None:

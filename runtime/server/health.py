@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from runtime.generate import Engine
+from runtime.generate.record import precision
 from runtime.weights.placement import MODEL
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def report(worker: Worker, model: str) -> dict[str, Any]:
     return facts | {
         "context": engine.context,
         "backend": engine.ops.name,
+        "precision": precision(engine),
         "drives": {name: asdict(drive) for name, drive in by_drive.items()},
         "bytes_by_kind": kinds(engine),
         "cache": {
