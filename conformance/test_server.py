@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -309,14 +310,22 @@ def test_other_routes_answer_while_one_is_computed(gated: tuple[Served, Scripted
         assert server.chat(n=2).status == 400
 
 
+@pytest.mark.parametrize("after", [b"", b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_goes_away_frees_its_place(gated: tuple[Served, ScriptedModel, Gate], streamed: bool) -> None:
-    """One in prefill and two in the queue: the ones that wait leave it at once, the other before the next layer."""
+def test_a_client_that_goes_away_frees_its_place(
+    gated: tuple[Served, ScriptedModel, Gate], streamed: bool, after: bytes
+) -> None:
+    """One in prefill and two in the queue: the ones that wait leave it at once, the other before the next layer.
+
+    Also where something follows the request, which is for the next one or for nothing.
+    """
     server, model, gate = gated
     running = server.begin("/v1/completions", BODY | {"stream": streamed})
     assert gate.reached.wait(HANGS_S)
     waiting = [server.begin("/v1/completions", BODY | {"stream": streamed}) for _ in range(2)]
     server.until(running=1, waiting=2)
+    for peer in (running, *waiting):
+        peer.sendall(after)
     for peer in waiting:
         peer.close()
     server.until(running=1, waiting=0)
@@ -374,6 +383,35 @@ def test_a_silent_stream_says_that_it_is_there(gated: tuple[Served, ScriptedMode
         while not read.endswith(b"0\r\n\r\n"):
             read += peer.recv(1 << 16)
     assert read.count(b"data: [DONE]\n\n") == 1
+
+
+def test_work_that_says_nothing_is_silence_too(embedded_engine: Engine) -> None:
+    """A prompt of a hundred passes, each sooner than the heartbeat: the comments come all the same."""
+    model = ScriptedModel(embedded_engine.config.vocab_size)
+    model.script, model.gate = [5] * 3, lambda: time.sleep(0.005)
+    with served(lend(embedded_engine, model=model, chunk=1), heartbeat_s=0.1) as server:
+        answer = server.complete([5] * 100, max_tokens=2, stream=True)
+    assert "still here" in answer.comments
+    assert answer.events[-1] == "[DONE]"
+
+
+def test_a_client_that_does_not_read_is_let_go(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server.protocol.Connection.unread_s", 0.05)
+    model, tokens = ScriptedModel(embedded_engine.config.vocab_size, layers=1), 60_000
+    model.script = [300] * tokens
+    with served(lend(embedded_engine, model=model, context=tokens)) as server:
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(("127.0.0.1", server.port))
+        data = json.dumps(BODY | {"stream": True, "max_tokens": tokens}).encode()
+        peer.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        )
+        server.until(running=1)
+        server.until(running=0)
+        outcome = {"outcome": "cancelled"}
+        assert server.worker.metrics.registry.get_sample_value("expertstream_requests_total", outcome) == 1
+        peer.close()
 
 
 def test_a_tool_call_is_not_silence(gated: tuple[Served, ScriptedModel, Gate], embedded_engine: Engine) -> None:

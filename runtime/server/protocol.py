@@ -53,6 +53,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._in_time()
+            if not self.cycle.more_body:
+                self._listen_on()
         elif self._head is None and not self.transport.is_closing():
             self._head = self.loop.call_later(self.head_s, self._late)
 
@@ -68,6 +70,13 @@ class Connection(H11Protocol):
         self._in_time()
         self._read()
         super().connection_lost(exc)
+
+    def _listen_on(self) -> None:
+        """uvicorn reads no further when something follows a request, and would not see the connection close."""
+        if len(self.conn.trailing_data[0]) > HEAD_BYTES:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def _in_time(self) -> None:
         if self._head is not None:

@@ -45,8 +45,9 @@ class Delivery:
 
     def __init__(self, worker: Worker, task: Task) -> None:
         """Raises ApiError when the worker does not take it."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._heard = loop.time()
 
         def tell(news: News) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
@@ -54,8 +55,12 @@ class Delivery:
 
         self.job: Job = worker.submit(task, tell)
 
+    def wrote(self) -> None:
+        """The client has just been sent something."""
+        self._heard = self._loop.time()
+
     async def news(self, receive: Receive, heartbeat_s: float | None) -> AsyncGenerator[News | None, None]:
-        """The news, to the last one; None when nothing has come for a heartbeat. Ends when the client goes away.
+        """The news, to the last one; None when nothing was written for a heartbeat. Ends when the client goes away.
 
         However it is left, nothing of the job goes on without a reader.
         """
@@ -65,16 +70,17 @@ class Delivery:
             while True:
                 coming = coming or asyncio.ensure_future(self._news.get())
                 waited: set[asyncio.Future[Any]] = {coming, gone}
-                await asyncio.wait(waited, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+                rest = None if heartbeat_s is None else max(0.0, self._heard + heartbeat_s - self._loop.time())
+                await asyncio.wait(waited, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     return
-                if not coming.done():
+                if coming.done():
+                    news, coming = coming.result(), None
+                    yield news
+                    if isinstance(news, Ended | Failed):
+                        return
+                if heartbeat_s is not None and self._loop.time() >= self._heard + heartbeat_s:
                     yield None
-                    continue
-                news, coming = coming.result(), None
-                yield news
-                if isinstance(news, Ended | Failed):
-                    return
         finally:
             self.job.cancel()
             for future in (gone, coming):
@@ -104,6 +110,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._delivery.wrote()
 
         async with contextlib.aclosing(self._delivery.news(receive, self._heartbeat_s)) as coming:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
