@@ -80,11 +80,12 @@ def serve(loading: Loading, serving: Serving) -> None:
 
         def load() -> Engine:
             say(f"listening at {url}")
-            engine = tracing.load(stop, ready)
-            say(f"serving  {serving.name(loading)} at {url}/v1")
-            return engine
+            return tracing.load(stop, ready)
 
-        worker = Worker(load, serving.queue, metrics, disk)
+        def serving_now() -> None:
+            say(f"serving  {serving.name(loading)} at {url}/v1")
+
+        worker = Worker(load, serving.queue, metrics, disk, serving_now)
         metrics.watch(worker)
         settings = Settings(
             serving.name(loading),

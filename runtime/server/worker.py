@@ -116,8 +116,12 @@ class Worker:
         queue: int,
         metrics: Metrics,
         disk: Callable[[Engine], Disk] | None = None,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load` and `disk`, where snapshots go, are called on the worker's thread. `queue` jobs may wait."""
+        """`load`, `disk`, where snapshots go, and `ready`, when tasks are taken, are called on the worker's thread.
+
+        `queue` jobs may wait.
+        """
         self.state: Literal["loading", "ready", "stopped"] = "loading"
         self.failure: BaseException | None = None
         self.running: Running | None = None
@@ -125,7 +129,7 @@ class Worker:
         self.limit = queue
         self.snapshots = Snapshots(0)
         self.metrics = metrics
-        self._load, self._disk = load, disk
+        self._load, self._disk, self._ready = load, disk, ready
         self._engine: Engine | None = None
         self._waiting: deque[Job] = deque()
         self._stopping = False
@@ -195,6 +199,7 @@ class Worker:
             with self._load() as engine:
                 self._engine, self.snapshots = engine, self._memory(engine)
                 self.state = "ready"
+                self._ready()
                 while (job := self._next()) is not None:
                     self._do(engine, job)
                 self.snapshots.put_down()
