@@ -89,7 +89,7 @@ def bench_ttft(session: nox.Session) -> None:
 @nox.session(name="bench-kernels", venv_backend="none")
 def bench_kernels(session: nox.Session) -> None:
     """What the kernels reach of the machine's roofs."""
-    bench(session, "kernels")
+    bench(session, "kernel_session")
 
 
 @nox.session(name="bench-peers", venv_backend="none")

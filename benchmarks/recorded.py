@@ -2,8 +2,8 @@
 
     EXPERTSTREAM_BENCH=bench-results/decode.json python -m pytest benchmarks/recorded.py --benchmark-json FILE
 
-Every series of a result is a benchmark, every arm that is not void a round of it. Nothing runs here: the clock is one
-that the rounds put forward by what was measured.
+Every series of a result is a benchmark, every arm that is not void, or repeat of a kernel, a round of it. Nothing runs
+here: the clock is one that the rounds put forward by what was measured.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def series() -> list[Any]:
             values = [value for arm in arms if (value := of(arm["figures"])) is not None]
             if values:
                 found.append(pytest.param(name, what, values, id=f"{name}-{what}"))
+    for kernel in RECORD.get("kernels", {}).get("kernels", ()):
+        name, seconds = f"{kernel['name']}, rows {kernel['rows']}", [ms / 1000 for ms in kernel["ms"]]
+        found.append(pytest.param(name, "call_s", seconds, id=name))
     return found
 
 

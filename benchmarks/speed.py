@@ -111,13 +111,13 @@ def finish(
     said = "\n".join([*top_lines(record), "", table(head, rows), "", *verdicts, *defined, cache, *voids(record)]) + "\n"
     write_whole(out / f"{name}.txt", said.encode())
     charted = charts.bars(record, out / name, *chart)
-    kept = _pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
+    kept = pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
     print(said, end="")
     tell(f"results  {saved}, .txt{charted}{kept}")
     return exit_status(record)
 
 
-def _pytest_benchmark(saved: Path, target: Path) -> str:
+def pytest_benchmark(saved: Path, target: Path) -> str:
     """Have it recorded; what to say of that. Arms that are all void leave nothing to record."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     options = [f"--benchmark-json={target.resolve()}", "--benchmark-columns=median,min,max,rounds"]

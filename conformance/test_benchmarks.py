@@ -328,7 +328,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, lost: str) -> None:
 @pytest.mark.skipif(not importlib.util.find_spec("pytest_benchmark"), reason="needs pytest-benchmark (extra bench)")
 def test_pytest_benchmark_records_what_arms_have_measured(tmp_path: Path) -> None:
     path = records.save(tmp_path, a_record(tmp_path))
-    assert speed._pytest_benchmark(path, tmp_path / "there.json") == ", there.json"
+    assert speed.pytest_benchmark(path, tmp_path / "there.json") == ", there.json"
     found = {b["name"]: b for b in json.loads((tmp_path / "there.json").read_text())["benchmarks"]}
     first = found["test_recorded[one-first_token_s]"]
     assert (first["stats"]["median"], first["stats"]["rounds"]) == (4.0, 1)
