@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commandline import Command, Outcome, Start
+from serverside import Gate, ScriptedModel, Served, lend, served
 
 from runtime.cli import main
 from runtime.generate import Engine, embedded_model
@@ -75,3 +76,21 @@ def embedded_engine() -> Iterator[Engine]:
     """The embedded default, loaded once. To be used by one test at a time."""
     with Engine.load(embedded_model(), backend="cpu", threads=1) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def server(embedded_engine: Engine) -> Iterator[Served]:
+    with served(lend(embedded_engine, snapshots=0)) as server:
+        yield server
+
+
+@pytest.fixture
+def gated(embedded_engine: Engine) -> Iterator[tuple[Served, ScriptedModel, Gate]]:
+    """A server with room for two that wait; its model stands at the gate."""
+    model, gate = ScriptedModel(embedded_engine.config.vocab_size), Gate()
+    model.script, model.gate = [5] * 100, gate
+    with served(lend(embedded_engine, model=model), queue=2, heartbeat_s=0.02) as server:
+        try:
+            yield server, model, gate
+        finally:
+            gate.open.set()

@@ -23,6 +23,8 @@ from runtime.server.run import bind, serve_until
 from runtime.server.worker import Worker
 
 MODEL = "small"
+QUESTION = "What is the capital of France?"
+BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
 HANGS_S = 60
 """When a client counts as hanging, on a machine however busy."""
 
@@ -201,3 +203,22 @@ def served(
         listener.close()
         assert not thread.is_alive()
         assert worker.failure is None
+
+
+def read_to_end(peer: socket.socket) -> bytes:
+    """Until the other side closes."""
+    out = b""
+    while part := peer.recv(1 << 16):
+        out += part
+    return out
+
+
+class Gate:
+    """Holds the model before a layer until it is let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.open.wait(HANGS_S)

@@ -1,0 +1,146 @@
+"""What goes wrong, on either side: the request or the one answer is lost, the server goes on."""
+
+from __future__ import annotations
+
+import select
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serverside import HANGS_S, ScriptedModel, Served, lend, read_to_end, served
+
+from runtime.drives.throttled import Limit
+from runtime.errors import StorageError
+from runtime.generate import Engine
+from runtime.server.health import Drive
+from runtime.weights.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"\xff\xfe", 400),
+        (b'{"model": "small", "prompt": "\\ud83d"}', 400),
+        (b"x" * 5000, 413),
+    ],
+)
+def test_a_bad_body_is_refused_and_the_server_lives(embedded_engine: Engine, data: bytes, status: int) -> None:
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        assert server.post("/v1/completions", data).status == status
+        assert server.complete("Hello", max_tokens=1).status == 200
+
+
+def test_a_body_in_chunks_is_bounded_too(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        peer = server.raw(head + b"7d0\r\n" + b" " * 2000 + b"\r\n")
+        peer.sendall(b"7d1\r\n" + b" " * 2001 + b"\r\n")
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_bodies_are_bounded_together(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n"
+        peers = [server.raw(head + b" " * 3500) for _ in range(5)]
+        ready, _, _ = select.select(peers, [], [], HANGS_S)
+        assert ready[0].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        for peer in peers:
+            peer.close()
+        while server.complete("Hello" + " " * 3000, max_tokens=1).status == 503:
+            threading.Event().wait(0.01)
+
+
+class Failing(ScriptedModel):
+    """Fails with what it is given, once, after two passes."""
+
+    failure: Exception | None = None
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.failure is not None and self.passes == 2:
+            failure, self.failure = self.failure, None
+            raise failure
+        return super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(StorageError("layer 3, expert 17: no copy left"), "storage_failed"), (ZeroDivisionError("a bug"), None)],
+)
+def test_a_failure_costs_one_answer(
+    embedded_engine: Engine, failure: Exception, code: str | None, streamed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Failing(embedded_engine.config.vocab_size)
+    model.script, model.failure = [5] * 10, failure
+    with served(lend(embedded_engine, model=model)) as server:
+        answer = server.complete("Hello", max_tokens=5, stream=streamed)
+        if streamed:
+            *said, failed, end = answer.events
+            assert (len(said), end) == (2, "[DONE]")
+            error = failed["error"]
+        else:
+            assert answer.status == 500
+            error = answer.error
+        assert (error["type"], error["code"]) == ("server_error", code)
+        assert ("expert 17" in error["message"]) == (code is not None)
+        assert server.complete("Hello", max_tokens=5).json["usage"]["completion_tokens"] == 5
+    assert ("ZeroDivisionError" in capfd.readouterr().err) == (code is None)
+
+
+def test_a_drive_that_sits_out_is_said(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runtime.server.health.drives", lambda engine: {"a": Drive("suspect", "direct", 1e9, 5, 1, 3, 2)}
+    )
+    with served(lend(embedded_engine)) as server:
+        answer = server.get("/health")
+        assert answer.status == 200
+        assert answer.json["status"] == "degraded"
+        assert answer.json["drives"]["a"]["errors"] == 3
+
+
+def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:
+    limits = tuple(Limit.parse(text) for text in ("a=400MB/s", "b=300MB/s"))
+    with Engine.load(tiny, backend="reference", layout=Layout(limits=limits)) as engine, served(engine) as server:
+        assert server.complete("Hello", max_tokens=2).status == 200
+        facts = server.get("/health").json
+        assert facts["status"] == "ready"
+        drives = {name: facts["drives"][name] for name in ("a", "b")}
+        assert sum(drive["bytes"] for drive in drives.values()) >= facts["bytes_by_kind"]["demand"] > 0
+        assert all(drive["rate_bytes_per_s"] > 0 for drive in drives.values())
+        metrics = server.get("/metrics").body.decode()
+        assert f'expertstream_drive_reads_total{{drive="a"}} {float(drives["a"]["reads"])}' in metrics
+
+
+def test_routes_that_are_none(server: Served) -> None:
+    assert server.get("/v1/nothing").status == 404
+    assert server.get("/v1/chat/completions").status == 405
+    assert server.get("/v1/nothing").error["message"] == "there is no /v1/nothing here"
+
+
+def test_a_body_that_does_not_come_is_given_up(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), body_s=0.05) as server:
+        peer = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+        assert read_to_end(peer) is not None
+
+
+def test_a_head_that_does_not_come_is_given_up(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server.protocol.Connection.head_s", 0.05)
+    with served(lend(embedded_engine)) as server:
+        for data in (b"", b"GET /health HTTP/1.1\r\nHost: loc"):
+            read_to_end(server.raw(data))
+        kept = server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert kept.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        kept.sendall(b"GET /health")
+        read_to_end(kept)
+
+
+def test_connections_are_counted(embedded_engine: Engine) -> None:
+    with served(lend(embedded_engine), connections=2) as server:
+        held = [server.raw(b"") for _ in range(2)]
+        assert read_to_end(server.raw(b"")).startswith(b"HTTP/1.1 503 ")
+        for peer in held:
+            peer.close()
