@@ -293,6 +293,29 @@ def test_no_more_are_guessed_than_the_budget_leaves(checkpoint: Checkpoint, gate
         drives.close()
 
 
+def test_guesses_keep_the_pace_of_the_drives(checkpoint: Checkpoint, gate: threading.Event) -> None:
+    """Eight at first; two when none was there in time, then twice as many each time that all were."""
+    store, drives = begin(checkpoint, 40, guesses=8)
+    reader = drives.reader
+    assert reader is not None
+    paces = []
+    for layer, there in ((2, False), (3, True), (4, True), (5, True), (6, False)):
+        if there:
+            gate.set()
+        else:
+            gate.clear()
+        store.hint(layer, range(16), 0.9)
+        paces.append(len(store._guessed))
+        if there:
+            until(lambda: reader.idle)
+        plan = store.plan(layer, ids([15]))
+        gate.set()
+        assert [expert for expert, _ in plan] == [15]
+        until(lambda: reader.idle)
+    assert paces == [8, 2, 4, 8, 8]
+    drives.close()
+
+
 def test_a_guess_takes_no_place_of_what_is_likelier(checkpoint: Checkpoint) -> None:
     store, drives = begin(checkpoint, 8)
     take(store, 0, 1, 2, 3)

@@ -33,6 +33,9 @@ from runtime.weights.worth import CHANCE, Key, Worth
 COPYING = ("mlx",)
 """Backends that keep a copy of an expert, and need the bytes it was read into no longer."""
 
+SPARE_GUESSES = 2
+"""Guesses at once beyond as many as landed in time for the layer before."""
+
 Pulse = Callable[[], None]
 """Called between experts and while reads are waited for; what it raises ends the plan."""
 
@@ -142,6 +145,7 @@ class ExpertStore:
         spare = budget_bytes // self._reads.unit_bytes - checkpoint.config.num_experts_per_token
         self.guess_limit = min(spare, self._reads.guesses) if reuse else 0
         """How many guessed experts may be under way, or landed and unsettled, at once."""
+        self._pace = self.guess_limit
         self.heat = heat
         self._checkpoint = checkpoint
         self._ops = ops
@@ -283,12 +287,20 @@ class ExpertStore:
         if not guessed:
             return []
         self._collect(layer, guessed)
+        self._set_pace(len(guessed), sum(key in self._held for key in guessed))
         late = [key for key in guessed if key in self._guessed and key in wanted]
         for key in late:
             del self._guessed[key]
         self.stats.guesses.late += len(late) * self._checkpoint.expert_nbytes
         self._give_up([key for key in guessed if key in self._guessed])
         return late
+
+    def _set_pace(self, guessed: int, landed: int) -> None:
+        """Guess no more than drives have had time for of late: what waits to be read holds memory for nothing."""
+        if landed < guessed:
+            self._pace = landed + SPARE_GUESSES
+        elif guessed == self._pace:
+            self._pace *= 2
 
     def _collect(self, layer: int, guessed: list[Key]) -> None:
         """Hold what has landed of these; what will not come makes room."""
@@ -317,7 +329,7 @@ class ExpertStore:
     def _guess(self) -> None:
         """Have wishes read, as far as there is room for them and every read that is wanted for sure has begun."""
         begun: list[int] = []
-        while self._wishes and not self._missing and len(self._guessed) < self.guess_limit:
+        while self._wishes and not self._missing and len(self._guessed) < min(self._pace, self.guess_limit):
             key = self._wishes[0]
             if key not in self._held and key not in self._guessed and key not in self._under_way:
                 if not self._make_room(self._wish_worth):
