@@ -10,9 +10,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serverside import MODEL, ScriptedModel, Served, joined, lend, served
+from vocabulary import TOKENIZER
 
-from runtime.generate import Engine
+from runtime.generate import Engine, Step
+from runtime.server.answers import ChatAnswer
+from runtime.text.channels import ChannelParser, Content, Reasoning, ToolCall
 from runtime.text.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -204,6 +209,47 @@ def test_a_stop_text_ends_the_work(scripted: Scripted) -> None:
     plain = scripted.server.complete("Hello", stop="de").json
     assert plain["choices"][0] | {"text": "abc", "finish_reason": "stop"} == plain["choices"][0]
     assert plain["usage"]["completion_tokens"] == 5
+
+
+words = st.sampled_from(
+    ["a", "b", "é", "😀", "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", THINK, *CALLS.split("Z")]
+)
+
+
+@given(st.lists(words, max_size=25), st.lists(st.text("abé", min_size=1, max_size=3), max_size=4), st.data())
+def test_whatever_the_model_says(said: list[str], stops: list[str], data: st.DataObject) -> None:
+    """Joined parts are what the parser finds in all of it, up to the first stop text; the answer ends once."""
+    ids = [token for word in said for token in TOKENIZER.encode_structural(word)] or [TOKENIZER.end_of_msg_id]
+    ids = ids[: data.draw(st.integers(1, len(ids)))]
+    ends = ids.index(TOKENIZER.end_of_msg_id) + 1 if TOKENIZER.end_of_msg_id in ids else len(ids)
+    ids = ids[:ends]
+    parser = ChannelParser(TOKENIZER)
+    for token in ids:
+        parser.feed(token)
+    parser.finish()
+    answer, content, reasoning, calls = ChatAnswer(TOKENIZER, stops, "many"), "", "", 0
+    for place, token in enumerate(ids, 1):
+        ended = "stop" if token == TOKENIZER.end_of_msg_id else "length" if place == len(ids) else None
+        for event in answer.feed(Step(token, None, 0.0, 0, 0, 0, ended)):
+            match event:
+                case Content(text):
+                    content += text
+                case Reasoning(text):
+                    reasoning += text
+                case ToolCall():
+                    calls += 1
+        assert (answer.reason is not None) >= (ended is not None)
+        if answer.reason is not None:
+            break
+    whole = parser.message
+    cut = min((whole.content.find(stop) for stop in stops if stop in whole.content), default=None)
+    assert content == whole.content[:cut]
+    assert whole.reasoning_content.startswith(reasoning)
+    if cut is None:
+        assert (reasoning, calls) == (whole.reasoning_content, len(whole.tool_calls))
+        assert answer.reason == ("length" if ids[-1] != TOKENIZER.end_of_msg_id else "tool_calls" if calls else "stop")
+    else:
+        assert answer.reason == "stop"
 
 
 def test_characters_come_whole(scripted: Scripted) -> None:
