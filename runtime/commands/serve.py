@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
 from runtime.commands.arguments import output_file
+from runtime.commands.drives import Failures
 from runtime.commands.loading import Loading
 from runtime.commands.terminal import Interrupts, say
 from runtime.commands.tracing import Tracing
@@ -82,8 +83,9 @@ def serve(loading: Loading, serving: Serving) -> None:
             say(f"listening at {url}")
             return tracing.load(stop, ready)
 
-        def serving_now() -> None:
+        def serving_now(engine: Engine) -> Callable[[], None]:
             say(f"serving  {serving.name(loading)} at {url}/v1")
+            return Failures(engine).tell
 
         worker = Worker(load, serving.queue, metrics, disk, serving_now)
         metrics.watch(worker)

@@ -116,11 +116,11 @@ class Worker:
         queue: int,
         metrics: Metrics,
         disk: Callable[[Engine], Disk] | None = None,
-        ready: Callable[[], None] = lambda: None,
+        ready: Callable[[Engine], Callable[[], None] | None] = lambda engine: None,
     ) -> None:
         """`load`, `disk`, where snapshots go, and `ready`, when tasks are taken, are called on the worker's thread.
 
-        `queue` jobs may wait.
+        What `ready` returns is called there too, after each job. `queue` jobs may wait.
         """
         self.state: Literal["loading", "ready", "stopped"] = "loading"
         self.failure: BaseException | None = None
@@ -199,9 +199,11 @@ class Worker:
             with self._load() as engine:
                 self._engine, self.snapshots = engine, self._memory(engine)
                 self.state = "ready"
-                self._ready()
+                after = self._ready(engine)
                 while (job := self._next()) is not None:
                     self._do(engine, job)
+                    if after is not None:
+                        after()
                 self.snapshots.put_down()
         except BaseException as error:  # whoever runs the server raises it again
             self.failure = error
