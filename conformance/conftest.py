@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commandline import Command, Outcome, Start
+from matrix import Coverage
 from serverside import Gate, ScriptedModel, Served, lend, served
 
 from runtime.cli import main
@@ -18,6 +19,27 @@ from runtime.generate import Engine, embedded_model
 from runtime.setup.synth import synthesize
 
 ROOT = Path(__file__).resolve().parent.parent
+COVERAGE = pytest.StashKey[Coverage]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the invariance matrix: every cell, not a pairwise design")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COVERAGE] = Coverage()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if table := config.stash[COVERAGE].table():
+        terminalreporter.section("the same answers, bit for bit")
+        terminalreporter.write_line(table)
+
+
+@pytest.fixture(scope="session")
+def coverage(pytestconfig: pytest.Config) -> Coverage:
+    """What the invariance matrix has covered in this session."""
+    return pytestconfig.stash[COVERAGE]
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ def rewrite(model: Path, path: Path, keep: Callable[[str], bool] = lambda _: Tru
     index = json.loads((model / "model.safetensors.index.json").read_text())
     spans = [span for shard in sorted(model.glob("*.safetensors")) for span in read_header(shard) if keep(span.name)]
     random.Random(seed).shuffle(spans)
-    header, data = {}, b""
+    header, data = {}, bytearray()
     for span in spans:
         with span.path.open("rb") as file:
             file.seek(span.offset)

@@ -188,8 +188,8 @@ class K3:
         )
 
     def look_ahead(self, layer: int, sources: Sequence[Array]) -> npt.NDArray[np.int64] | None:
-        """What a layer would route to if nothing were added before it: ids [T, k], or None behind the last layer."""
-        if layer == self.config.num_hidden_layers:
+        """What a layer would route to if nothing were added before it: ids [T, k], or None where it does not route."""
+        if layer == self.config.num_hidden_layers or not self.config.is_moe(layer):
             return None
         w = self.trunk.layer(layer)
         m = self.attn_res(sources, w, "mlp_res")

@@ -1,0 +1,101 @@
+"""Drives to which things happen: reads that wait, fail, hang or give other bytes, by drive and while it runs.
+
+    with trouble() as doings, Engine.load(...) as engine:
+        doings["a"] = lost
+        ...
+
+What is read still comes from the real files below; nothing is ever done to them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+from runtime.drives.device import DeviceError
+from runtime.drives.jobs import Fault
+from runtime.drives.real import RealDevice
+from runtime.weights import layout as arrangement
+
+Read = Callable[[], int]
+Doing = Callable[[Read, memoryview], int]
+"""Carries out a read, given how, and where its bytes go; returns the bytes moved, or raises DeviceError."""
+
+Doings = dict[str, Doing]
+"""By the name of a drive. Drives that are not named are well."""
+
+
+@contextmanager
+def trouble() -> Iterator[Doings]:
+    """Meanwhile the drives of engines that are loaded do what the dictionary says, as it is at each read."""
+    doings: Doings = {}
+
+    class Troubled(RealDevice):
+        def read(self, file: str, offset: int, into: memoryview) -> int:
+            read = super().read
+            doing = doings.get(self.name)
+            return read(file, offset, into) if doing is None else doing(lambda: read(file, offset, into), into)
+
+    with mock.patch.object(arrangement, "RealDevice", Troubled):
+        yield doings
+
+
+@contextmanager
+def by_drive(patient: bool = True) -> Iterator[None]:
+    """Meanwhile experts are read by drive however small; and, if patient, no read is ever late.
+
+    So a busy machine makes no hedges, and what is read can be counted.
+    """
+    policy = replace(arrangement.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0)
+    with (
+        mock.patch.object(arrangement, "SMALL_BYTES", 1),
+        mock.patch.object(arrangement, "POLICY", policy if patient else arrangement.POLICY),
+    ):
+        yield
+
+
+def delayed(seed: int, most_s: float) -> Doing:
+    """Each read comes when it likes."""
+    chance = random.Random(seed)
+
+    def doing(read: Read, into: memoryview) -> int:
+        time.sleep(chance.random() * most_s)
+        return read()
+
+    return doing
+
+
+def failing(fault: Fault, message: str) -> Doing:
+    """Each read fails."""
+
+    def doing(read: Read, into: memoryview) -> int:
+        raise DeviceError(fault, message)
+
+    return doing
+
+
+lost = failing(Fault.GONE, "no such device")
+"""Unplugged."""
+
+
+def wrong(read: Read, into: memoryview) -> int:
+    """One bit of each read is another one."""
+    moved = read()
+    into[len(into) // 2] ^= 16
+    return moved
+
+
+def afterwards(count: int, then: Doing, before: Doing | None = None) -> Doing:
+    """`then` from the read of this number on, counted from 0."""
+    reads = iter(range(count))
+
+    def doing(read: Read, into: memoryview) -> int:
+        if next(reads, None) is None:
+            return then(read, into)
+        return read() if before is None else before(read, into)
+
+    return doing
