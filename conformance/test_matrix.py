@@ -56,7 +56,7 @@ def of_released_size(path: Path) -> Path:
 
 EMBEDDED = Subject("embedded", lambda _: embedded_model(), 0, 0)
 OTHERS = (
-    *(Subject(name, shaped(name), 70, 6) for name in ("released-proportions", "top-1", "relative", "one-block")),
+    *(Subject(name, shaped(name), 70, 6) for name in ("released-proportions", "top-1", "relative")),
     Subject("experts of 6.7 MB", large_experts, 9, 4),
     Subject("experts of 17.5 MB", of_released_size, 9, 3),
     *(Subject(name, shaped(name), 9, 3, "reference") for name in ("smallest", "every-layer-a-snapshot")),
@@ -112,7 +112,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Subject], Stand
             prompts = [Prompt(ids, 128 if number < LONG else 16) for number, ids in enumerate(texts)]
         else:
             chance = random.Random(subject.name)
-            rows = (subject.rows, subject.rows // 2, 2 * subject.rows)
+            rows = (subject.rows, subject.rows // 2, subject.rows // 8)
             prompts = [Prompt(tuple(chance.randrange(256) for _ in range(n)), subject.new) for n in rows]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("EXPERTSTREAM_HOME", str(folder / "home"))
