@@ -9,7 +9,8 @@ no model could do, to show what the pause between barriers costs.
 
 By turns with it the ceiling is measured as `drives probe` does: readers that do nothing else, no barrier, at the depth
 that is best here, on the same experts, as often as the routes ask for them, since what is asked for often may be in
-the memory of a drive. What counts is the median of the ratios of neighbours: the disk is shared with others.
+the memory of a drive. What counts is the median of the ratios of neighbours: the disk is shared with others. Beside it
+stands what others do not change: the part of the time in which something was being read from each drive.
 
 Recorded routes are [positions, MoE layers, k]. Where the checkpoint has fewer layers or experts than the recording, its
 rows (position, layer) are replayed in their order against the layers there are, ids are taken modulo the number of
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, pairwise
@@ -38,9 +39,11 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.commands.drives import parse_drives
+from runtime.drives.crew import Trace
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import MIB
 from runtime.drives.probe import BLOCK_BYTES, DEPTHS, measure
+from runtime.drives.trace import TraceLog
 from runtime.errors import ExpertstreamError, StorageError, UsageError
 from runtime.forecast import Usage
 from runtime.weights.experts import ExpertStore, staging_floor
@@ -130,12 +133,41 @@ class NoOps:
         return packed
 
 
+class Watch(TraceLog):
+    """Of each read only when it began and when it ended, by drive."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=1)
+        self.reads: dict[str, list[tuple[float, float]]] = {}
+
+    def slice(self, trace: Trace) -> None:
+        """A read has ended."""
+        self.reads.setdefault(trace.slice.drive, []).append((trace.started, trace.landed))
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds in which something was being read, by drive."""
+        return {drive: covered(reads) for drive, reads in self.reads.items()}
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of these stretches of time."""
+    total, end = 0.0, -inf
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of replay; of each barrier its bytes and seconds, from when it was asked for with none ahead."""
+    """A stretch of replay; of each barrier its bytes and seconds, from when it was asked for with none ahead.
+
+    busy: the part of the time in which something was being read, the mean over the drives.
+    """
 
     nbytes: int
     seconds: float
+    busy: float
     barriers: tuple[tuple[int, float], ...]
 
     @property
@@ -149,7 +181,8 @@ class Replay:
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout, routes: Routes, ahead: int = 0) -> None:
         self.checkpoint, self.ahead, self._rows = checkpoint, ahead, routes.rows(0)
-        self.drives = Drives(checkpoint, layout)
+        self._watch = Watch()
+        self.drives = Drives(checkpoint, layout, self._watch)
         try:
             self._rooms = [
                 Routed(device, holder, routes.layers, routes.rows(stream))
@@ -198,16 +231,18 @@ class Replay:
         """Replay for about so long, whole barriers."""
         turn: Callable[[float], Iterator[int]] = self._look_ahead if self.ahead else self._one_by_one
         barriers: list[tuple[int, float]] = []
-        began = last = time.perf_counter()
+        self._watch.reads.clear()
+        began = last = time.monotonic()
         for width in turn(began + seconds):
-            now = time.perf_counter()
+            now = time.monotonic()
             barriers.append((width * self.checkpoint.expert_nbytes, now - last))
             last = now
-        return Stretch(sum(nbytes for nbytes, _ in barriers), last - began, tuple(barriers))
+        busy = sum(self._watch.busy_s().values()) / len(self._rooms) / (last - began)
+        return Stretch(sum(nbytes for nbytes, _ in barriers), last - began, busy, tuple(barriers))
 
     def _one_by_one(self, until: float) -> Iterator[int]:
         """As the model does it; yields the width of each barrier when it is done."""
-        while time.perf_counter() < until:
+        while time.monotonic() < until:
             layer, ids = next(self._rows)
             for expert, _ in self._store.plan(layer, ids[None]):
                 self._store.release(layer, expert)
@@ -216,8 +251,8 @@ class Replay:
     def _look_ahead(self, until: float) -> Iterator[int]:
         """The same reads, each barrier asked for before the ones ahead of it have landed."""
         waiting: deque[Row] = deque()
-        while waiting or time.perf_counter() < until:
-            while len(waiting) <= self.ahead and time.perf_counter() < until:
+        while waiting or time.monotonic() < until:
+            while len(waiting) <= self.ahead and time.monotonic() < until:
                 row = next(row for row in self._rows if all(row[0] != layer for layer, _ in waiting))
                 self._reads.submit(row[0], row[1].tolist())
                 waiting.append(row)
@@ -232,9 +267,9 @@ def compare(replay: Replay, seconds: float, turn_s: float, depths: Sequence[int]
     best = replay.find_depths(depths, turn_s)
     replay.stretch(turn_s)  # buffers are mapped, threads made, rates learned
     stores: list[Stretch] = []
-    until = time.perf_counter() + seconds
+    until = time.monotonic() + seconds
     ceilings = [replay.ceiling(best, turn_s)]
-    while not stores or time.perf_counter() < until:
+    while not stores or time.monotonic() < until:
         stores.append(replay.stretch(turn_s))
         ceilings.append(replay.ceiling(best, turn_s))
     barriers = [barrier for store in stores for barrier in store.barriers]
@@ -252,6 +287,7 @@ def compare(replay: Replay, seconds: float, turn_s: float, depths: Sequence[int]
         "ceiling_bytes_per_s": statistics.median(ceilings),
         "store_bytes_per_s": statistics.median(store.rate for store in stores),
         "ratio": statistics.median(ratios),
+        "busy": statistics.median(store.busy for store in stores),
         "turns": [
             {"store_bytes_per_s": store.rate, "ceiling_bytes_per_s": ceiling, "bytes": store.nbytes}
             for store, ceiling in zip(stores, beside, strict=True)
@@ -274,6 +310,7 @@ def tell(record: Mapping[str, Any]) -> str:
         ("store", f"{record['store_bytes_per_s'] / 1e9:.3f} GB/s at depth {used}"),
         ("ceiling", f"{record['ceiling_bytes_per_s'] / 1e9:.3f} GB/s at depth {depths}"),
         ("ratio", f"{record['ratio']:.3f}, of {len(ratios)} turns from {ratios[0]:.3f} to {ratios[-1]:.3f}"),
+        ("busy", f"{record['busy']:.1%} of the time something is being read"),
         ("barriers", f"{record['barriers']:,} of {record['barrier_bytes'] / 1e6:.0f} MB, {record['ahead']} ahead"),
         ("each", f"{spread} GB/s"),
     ]

@@ -89,9 +89,15 @@ def test_every_expert_of_every_barrier_is_read_once(large: Path, reads: Counter[
         assert all(nbytes == 2 * checkpoint.expert_nbytes for nbytes, _ in stretch.barriers)
         assert stretch.nbytes == sum(nbytes for nbytes, _ in stretch.barriers) == kinds["demand"].requested_bytes
         assert sum(reads.values()) == sum(c.requested_bytes for c in counts.values())
+        assert 0 < stretch.busy <= 1
         assert replay.drives.reader is not None
         assert replay.drives.reader.pool.in_use == 0
         replay.close()
+
+
+def test_time_in_which_anything_is_read_counts_once() -> None:
+    assert bench.covered([]) == 0
+    assert bench.covered([(5, 6), (0, 2), (1, 3), (1.5, 1.75), (3, 4)]) == 5
 
 
 def test_it_prints_what_it_found(
@@ -111,7 +117,7 @@ def test_it_prints_what_it_found(
     assert record["ceiling_depths"].keys() == record["drives"].keys() == {"a"}
     assert bench.main(line) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in shown] == ["store", "ceiling", "ratio", "barriers", "each"]
+    assert [row.split()[0] for row in shown] == ["store", "ceiling", "ratio", "busy", "barriers", "each"]
     assert "10.000 GB/s" in shown[1]
 
 
