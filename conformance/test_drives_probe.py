@@ -69,7 +69,7 @@ def test_a_probe_says_what_it_found_and_remembers_it(cli: Command, measurable: P
     assert found["remembered"] is True
     assert found["simulated"] is False
     (known,) = Remembered.load().drives.values()
-    assert (known.bytes_per_s, known.depth) == (found["bytes_per_s"], found["depth"])
+    assert (known.bytes_per_s, known.depth) == (found["bytes_per_s"], found["run_depth"])
     assert [path.name for path in own_home.iterdir()] == ["drives.json"]
     assert sorted((p.name, p.stat().st_mtime_ns) for p in measurable.iterdir()) == before
 
@@ -204,6 +204,24 @@ def test_the_smallest_depth_within_two_in_a_hundred_of_the_best_whatever_the_ord
     best = Findings({"d": tuple(rounds[1:])}, {}, {}, (), ()).best("d")
     assert best is not None
     assert best.depth == 4
+
+
+@pytest.mark.parametrize(
+    ("rates", "depth"),
+    [
+        ({1: 100, 2: 100, 4: 99, 8: 100}, 4),
+        ({1: 100, 2: 95, 4: 91, 8: 80}, 4),
+        ({1: 100, 2: 95, 4: 70, 8: 91}, 8),
+        ({1: 100, 2: 95, 4: 89, 8: 50}, 2),
+        ({1: 100, 2: 40, 4: 30, 8: 20}, 1),
+        ({1: 10, 2: 20, 4: 40, 8: 80}, 8),
+        ({1: 100, 2: 100}, 2),
+        ({16: 100}, 16),
+    ],
+)
+def test_a_run_reads_deep_enough_to_be_told_of_the_next_read_in_time(rates: dict[int, float], depth: int) -> None:
+    rounds = [ceiling for depth, rate in rates.items() for ceiling in level(depth, rate)]
+    assert Findings({"d": tuple(rounds)}, {}, {}, (), ()).run_depth("d") == depth
 
 
 def shared(*groups: str, free: Sequence[str] = ()) -> list[Together]:

@@ -46,7 +46,6 @@ from runtime.forecast import (
 )
 from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
-from runtime.weights.layout import LEAST_DEPTH
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards
 
 MAX_DRIVES = 12
@@ -166,7 +165,7 @@ def _figures_of(
         if name in told:
             figures[name] = told[name]
         elif (known := recalled.known.get(name)) is not None:
-            figures[name] = Figures(name, known.bytes_per_s, known.latency_s, max(known.depth, LEAST_DEPTH))
+            figures[name] = Figures(name, known.bytes_per_s, known.latency_s, known.depth)
             probed[name] = known.at
         else:
             raise UsageError(

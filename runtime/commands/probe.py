@@ -214,6 +214,7 @@ def record(
             "mode": findings.modes[name],
             "depth": best and best.depth,
             "bytes_per_s": best and best.rate,
+            "run_depth": findings.run_depth(name),
             "latency_s": findings.latency_s[name],
             "levels": [{"depth": level.depth, "bytes_per_s": level.rate} for level in levels],
             "measurements": [

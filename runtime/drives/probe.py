@@ -32,6 +32,10 @@ DEPTHS = (1, 2, 4, 8)
 BLOCK_BYTES = 8 * MIB
 NEAR_BEST = 0.98
 """The depth of a drive is the smallest that reaches this part of its best rate."""
+IN_RUNS = 4
+"""Reads in flight that a run wants: a probe's readers go from one read to the next, a run's are told of it first."""
+NEAR_ENOUGH = 0.9
+"""A run takes a depth it wants unless that costs more than the rest of this."""
 SHARED = 0.9
 """Drives that together reach less than this part of what they do alone share something."""
 PATIENCE_S = 30.0
@@ -103,6 +107,14 @@ class Findings:
         top = max((level.rate or 0.0 for level in good), default=0.0)
         return min((c for c in good if (c.rate or 0.0) >= NEAR_BEST * top), key=lambda c: c.depth, default=None)
 
+    def run_depth(self, drive: str) -> int | None:
+        """The depth for runs: IN_RUNS or more, or what comes nearest to it, where the drive does not suffer from it."""
+        best = self.best(drive)
+        if best is None or best.rate is None or best.depth >= IN_RUNS:
+            return None if best is None else best.depth
+        good = [c.depth for c in self.levels(drive) if (c.rate or 0.0) >= NEAR_ENOUGH * best.rate]
+        return min((depth for depth in good if depth >= IN_RUNS), default=max(good))
+
     def uplinks(self) -> list[Together]:
         """What is shared, each drive in one of them at most: the smallest groups that explain it."""
         shared = [t for t in self.together if t.share_an_uplink]
@@ -111,11 +123,11 @@ class Findings:
 
     def spec(self, device: Device, group: str | None = None) -> DriveSpec:
         """The drive as the scheduler should know it. With no rate found it has to be checked first."""
-        best = self.best(device.name)
+        best, depth = self.best(device.name), self.run_depth(device.name)
         latency = self.latency_s.get(device.name, 0.0)
-        if best is None:
+        if best is None or depth is None:
             return DriveSpec(device.name, latency_s=latency, alignment=device.alignment, group=group)
-        return DriveSpec(device.name, best.depth, best.rate, latency, device.alignment, group)
+        return DriveSpec(device.name, depth, best.rate, latency, device.alignment, group)
 
 
 def probe(

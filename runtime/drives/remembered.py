@@ -31,7 +31,7 @@ RATES = (1e4, 1e13)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One drive: bytes/s, the depth that reaches it, the shortest read of a block; when, as ISO 8601 in UTC."""
+    """One drive: bytes/s, the depth for runs, the shortest read of a block; when, as ISO 8601 in UTC."""
 
     bytes_per_s: float
     depth: int
@@ -93,10 +93,10 @@ class Remembered:
         keys = {name: key_of(identity, findings.modes[name]) for name, identity in identities.items()}
         learned = []
         for name, key in keys.items():
-            best = findings.best(name)
-            if key is not None and best is not None and best.rate is not None:
+            best, depth = findings.best(name), findings.run_depth(name)
+            if key is not None and depth is not None and best is not None and best.rate is not None:
                 latency = min(findings.latency_s[name], LONGEST_LATENCY_S)
-                self.drives[key] = Known(best.rate, best.depth, latency, moment)
+                self.drives[key] = Known(best.rate, depth, latency, moment)
                 learned.append(name)
         for together in findings.together:
             measured = {keys.get(name) for name in together.drives}

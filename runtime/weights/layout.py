@@ -33,8 +33,6 @@ SMALL_BYTES = MIB
 
 DEPTH = 4
 """Reads in flight on a drive of which nothing is known."""
-LEAST_DEPTH = 2
-"""A drive may do as well with one read after the other, but not with the pause in which the next is handed over."""
 
 POLICY = Policy(max_hedge_leases=4)
 SPOILED = 8
@@ -134,7 +132,7 @@ class Drives:
         self.notes += recalled.notes
         for device in self._devices:
             found, group = recalled.known.get(device.name), recalled.group_of(device.name)
-            depth = DEPTH if found is None else max(found.depth, LEAST_DEPTH)
+            depth = DEPTH if found is None else found.depth
             rate, latency = (None, 0.0) if found is None else (found.bytes_per_s, found.latency_s)
             self._specs.append(DriveSpec(device.name, depth, rate, latency, device.alignment, group))
             self.settings[device.name] |= {
