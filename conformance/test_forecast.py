@@ -282,7 +282,7 @@ def test_what_a_probe_has_found_is_what_a_directory_can_do(
     monkeypatch.setattr("runtime.commands.forecast.identify", identities.__getitem__)
     modes = {path: RealDevice("x", path).mode for path in identities}
     keys = [key_of(identity, modes[path]) for path, identity in identities.items()]
-    known = [Known(2e9, 1, 0.0003, "2026-11-01T00:00:00+00:00"), Known(1e9, 8, 0.0, "2026-11-02T00:00:00+00:00")]
+    known = [Known(2e9, 2, 0.0003, "2026-11-01T00:00:00+00:00"), Known(1e9, 8, 0.0, "2026-11-02T00:00:00+00:00")]
     options = ["forecast", "--model", tiny, "--drive", f"half={half}"]
     Remembered({keys[0]: known[0]}).save()
     outcome = cli(*options)
