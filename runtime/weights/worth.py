@@ -8,16 +8,16 @@ how long ago in time it was used. The estimate is short memory plus long memory:
 
 Among equals that goes first whose layer comes last: a cache smaller than one token's experts then keeps a part of
 the layers, where least recently used keeps nothing until it comes round. Hits on the real routing of 12 tokens
-(16,192 of 17,664 choices could ever be hits of a cache that starts empty; units are experts; Belady knows the
-future):
+(10,010 different experts of 17,664 choices, so no cache that starts empty has more than 43.3 %; Belady knows the
+future; budgets are in experts):
 
     budget                500    1000    1472    2000    3000    4000
     least recently used     0       0    31.5    31.5    37.3    39.2  %
     this, without heat   13.2    23.2    31.5    34.3    38.2    39.8  %
     Belady               26.5    36.7    40.3    43.3    43.3    43.3  %
 
-With heat of the first half of the tokens, the second half has 14.2 → 15.0 % hits at 500, 19.3 → 21.1 % at 736,
-38.7 → 39.3 % at 2000, 41.5 → 42.4 % at 3000, and 34.1 → 34.6 % at 1472.
+With the heat of the first half of the tokens, the second half has 14.4 → 15.2 % hits at 500 experts, 19.5 → 21.2 % at
+736, 36.6 → 36.4 % at 1472, 38.5 → 39.6 % at 2000 and 41.5 → 42.3 % at 3000: little, of a short prompt, but for nothing.
 """
 
 from __future__ import annotations
