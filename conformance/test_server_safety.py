@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serverside import Served, lend, served
+from serverside import QUESTION, Served, lend, served
 
 from runtime.generate import Engine
 
@@ -40,3 +40,14 @@ def test_the_page_asks_nobody_else(server: Served) -> None:
 
 def test_no_other_site_is_let_in_unasked(server: Served) -> None:
     assert "access-control-allow-origin" not in server.get("/v1/models").headers
+
+
+def test_a_log_has_no_text_in_it(embedded_engine: Engine) -> None:
+    told: list[str] = []
+    with served(lend(embedded_engine), log=told.append) as server:
+        answer = server.chat(QUESTION, max_tokens=8).json
+        server.chat("secret", stop="")
+    assert len(told) == 1
+    assert answer["id"] in told[0]
+    assert "91 prompt tokens, up to 8 new" in told[0]
+    assert "France" not in told[0]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +73,7 @@ class Spill:
                 self._tell(f"cannot keep a conversation in {self._directory}: {error.strerror or error}")
             return
         self._ids[path] = snapshot.ids
+        _mark_used(path)
 
     def _make_room(self, nbytes: int) -> None:
         """Remove the files used longest ago, whichever engine's they are."""
@@ -98,8 +100,7 @@ class Spill:
         except (CheckpointError, KeyError, ValueError):
             self._remove(path)
             return None
-        with suppress(OSError):
-            os.utime(path)
+        _mark_used(path)
         return Snapshot(ids, state, logits, engine.snapshot_nbytes(len(ids)))
 
     def _ids_in(self, path: Path) -> tuple[int, ...] | None:
@@ -116,6 +117,13 @@ class Spill:
         self._ids.pop(path, None)
         with suppress(OSError):
             path.unlink()
+
+
+def _mark_used(path: Path) -> None:
+    """Note the time, finer than a file system does by itself, so that the order of use is known."""
+    now = time.time_ns()
+    with suppress(OSError):
+        os.utime(path, ns=(now, now))
 
 
 def identity(engine: Engine) -> str:
