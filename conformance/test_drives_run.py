@@ -264,6 +264,28 @@ def test_files_that_vanish_or_are_cut_short(embedded: Path, odd: Path, alone: Ou
         settled(engine)
 
 
+def test_scales_that_no_weight_has_are_wrong_bytes(
+    embedded: Path, bare: Path, even: Path, odd: Path, alone: Outcome, tmp_path: Path
+) -> None:
+    copies = shutil.copytree(odd, tmp_path / "o")
+    with Checkpoint.open(embedded) as checkpoint:
+        name, _, end = checkpoint.scale_ranges[1]
+    assert name == "w2.weight_scale"
+    for file in copies.iterdir():
+        data = bytearray(file.read_bytes())
+        data[end - 1] = 255
+        file.write_bytes(data)
+    with Engine.load(embedded, backend="cpu", layout=Layout((("o", copies),))) as engine:
+        assert answer(engine) == alone
+        assert engine.drives is not None
+        assert engine.drives.counts()[0]["o"].errors >= 1
+    with (
+        Engine.load(bare, backend="cpu", layout=Layout((("e", even), ("o", copies)))) as engine,
+        pytest.raises(StorageError, match=r"drive o: wrong bytes: L\d+-E\d+.bin: w2.weight_scale has .*255 \(NaN\)"),
+    ):
+        answer(engine)
+
+
 def test_large_experts_are_read_by_drive_without_being_asked(
     embedded: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

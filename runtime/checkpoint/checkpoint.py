@@ -175,6 +175,12 @@ class Checkpoint:
                 check_scales(packed[column], f"layer {layer} expert {expert}, {name}")
         return packed
 
+    @property
+    def scale_ranges(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, first byte, behind the last one) of the three scale tensors in an expert's bytes."""
+        ends = np.cumsum([spec.nbytes for spec in self._experts.specs]).tolist()
+        return tuple((EXPERT_TENSORS[column], ends[column - 1], ends[column]) for column in (1, 3, 5))
+
     def _row(self, layer: int, expert: int) -> int:
         """The layer's row in the expert table. IndexError for an expert that does not exist."""
         row = self._experts.row.get(layer)

@@ -26,6 +26,7 @@ from runtime.checkpoint.manifest import (
     load_if_there,
     manifest_path,
 )
+from runtime.checkpoint.mxfp4 import SCALE_NAN
 from runtime.drives.jobs import Slice
 from runtime.errors import StorageError
 
@@ -144,6 +145,22 @@ class ReadChecks:
         where = f"{file}: " if file else ""
         found = f"MiB {mebibytes(wrong)} of {len(wanted)} not as the manifest says"
         return f"{where}{found}; python -m runtime verify tells more"
+
+
+class ScaleCheck:
+    """Looks at slices for scales that no weight has, whether a manifest knows the expert or not: with NaN nothing is
+    computed, and another drive may have a better copy."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._ranges = checkpoint.scale_ranges
+
+    def __call__(self, part: Slice, view: memoryview) -> str:
+        """What is wrong with a slice that was read, or ""."""
+        for name, first, end in self._ranges:
+            scales = view[max(0, first - part.start) : max(0, end - part.start)]
+            if scales and int(np.frombuffer(scales, np.uint8).max()) == SCALE_NAN:
+                return f"{part.file}: {name} has the scale byte 255 (NaN), which no released weight has"
+        return ""
 
 
 def mebibytes(numbers: list[int]) -> str:

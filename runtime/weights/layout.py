@@ -17,7 +17,7 @@ from runtime.drives.crew import Counts, Verify
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify
-from runtime.drives.jobs import MIB, DriveSpec, Policy
+from runtime.drives.jobs import MIB, DriveSpec, Policy, Slice
 from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES, RealDevice
@@ -25,6 +25,7 @@ from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.errors import StorageError, UsageError
+from runtime.weights.checks import ScaleCheck
 from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
 from runtime.weights.reads import DriveReads
 
@@ -171,14 +172,18 @@ class Drives:
     def start(self, budget_bytes: int, verify: Verify | None = None, guesses: int = 0) -> DriveReads:
         """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to.
 
-        verify: looks at what is read, see `Reader`; guesses: how many experts may be guessed at once.
+        verify: looks at what is read, see `Reader`, before its scales are looked at; guesses: how many experts may be
+        guessed at once.
         """
         pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
         drives = list(zip(self._devices, self._specs, strict=True))
+        scales = ScaleCheck(self._checkpoint)
+
+        def check(part: Slice, view: memoryview) -> str:
+            return (verify(part, view) if verify is not None else "") or scales(part, view)
+
         trace, guess = (None, None) if self.trace is None else (self.trace.slice, self.trace.guess)
-        self.reader = Reader(
-            drives, pool, policy=POLICY, uplinks=self._uplinks, verify=verify, trace=trace, guess=guess
-        )
+        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks, verify=check, trace=trace, guess=guess)
         self._witness = Witness(self._disks)
         ahead = budget_bytes // self.unit_bytes
         return DriveReads(self._checkpoint, self.placement, self.reader, self.unit_bytes, ahead, guesses)
