@@ -332,7 +332,7 @@ RECORD = {
     "reasoning": None,
     "finish_reason": None,
     "logits_sha256": None,
-    "timing": {"load_s", "ttft_s", "prefill_s", "decode_s", "decode_tokens_per_s"},
+    "timing": {"load_s", "ttft_s", "prefill_s", "decode_s", "decode_tokens_per_s", "waiting"},
     "io": {"requested_bytes", "device_bytes", "by_drive", "by_kind", "prefetch"},
     "cache": {"hits", "misses", "evictions", "budget_bytes", "peak_bytes"},
     "prefill": {"rows", "layer_passes", "expert_reads", "distinct_experts", "amplification"},

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
+from runtime.drives.waits import Waits
 from runtime.errors import Cancelled
 from runtime.generate import Engine, Step
 from runtime.ops.reference import ReferenceOps
@@ -510,7 +511,7 @@ class Fickle:
 
     def __init__(self, checkpoint: Checkpoint, chance: random.Random, guesses: int) -> None:
         self.unit_bytes, self.ahead, self.guesses = checkpoint.expert_nbytes + 100, chance.choice([4, 6, 99]), guesses
-        self.checkpoint, self.chance = checkpoint, chance
+        self.checkpoint, self.chance, self.waits = checkpoint, chance, Waits()
         self.store: ExpertStore | None = None
         self.demand: set[tuple[int, int]] = set()
         self.guessed: set[tuple[int, int]] = set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import runtime
-from runtime.commands.arguments import check_unicode, parse_size, prompt_source
+from runtime.commands.arguments import check_unicode, parse_passes, parse_size, prompt_source
 from runtime.commands.terminal import abandon, prepare, printable, say, write
 from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, StorageError, UsageError
 
@@ -81,6 +81,14 @@ Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [
 TraceOption = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Write down every read, for `trace report`.")
 ]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option("--timeline", metavar="FILE.svg|FILE.json", help="What was computed, read and waited for, and when."),
+]
+TimelinePasses = Annotated[
+    str | None,
+    typer.Option(metavar="0,3-5|all", help="Of which passes. [default: the prompt's last, and a token of median time]"),
+]
 Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
 
 
@@ -116,6 +124,8 @@ def run(
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
     trace: TraceOption = None,
+    timeline: TimelineOption = None,
+    timeline_passes: TimelinePasses = None,
     verify_reads: VerifyReadsOption = "first",
     no_prefetch: NoPrefetch = False,
     stats: Stats = False,
@@ -126,6 +136,8 @@ def run(
 
     The text goes to stdout, everything else to stderr.
     """
+    from dataclasses import replace
+
     from runtime.commands.run import Request
     from runtime.commands.run import run as command
 
@@ -140,6 +152,11 @@ def run(
         verify_reads,
         no_prefetch,
     )
+    if timeline_passes is not None:
+        if timeline is None:
+            raise UsageError("--timeline-passes says what --timeline shows: add it, or leave this out")
+        loading = replace(loading, timeline_passes=parse_passes(timeline_passes))
+    loading = replace(loading, timeline=timeline)
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
 

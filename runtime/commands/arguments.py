@@ -13,6 +13,7 @@ from runtime.errors import UsageError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _ID = re.compile(r"-?[0-9]{1,18}")
+_PASSES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -40,6 +41,23 @@ def parse_ids(text: str) -> list[int]:
                 f"--prompt-ids: item {position} is {item!r}: wanted integers separated by commas, such as 1,2,3"
             )
     return [int(item) for item in items]
+
+
+Passes = Sequence[range] | None
+"""Numbers of passes of the model, the first is 0; None for all."""
+
+
+def parse_passes(text: str) -> Passes:
+    """0,3-5 or all. Raises UsageError."""
+    if text.strip() == "all":
+        return None
+    found = []
+    for item in text.split(","):
+        match = _PASSES.fullmatch(item.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise UsageError(f"--timeline-passes: {item.strip()!r} is no pass: write numbers, such as 0,3-5, or all")
+        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
 
 
 def read_prompt(path: Path) -> str:

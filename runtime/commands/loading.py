@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from runtime.checkpoint import Checkpoint
+from runtime.commands.arguments import Passes
 from runtime.commands.terminal import Interrupts, progress, say
 from runtime.drives.trace import TraceLog
 from runtime.errors import UsageError
 from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
+from runtime.model.timeline import Timeline
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.layout import Drives, Layout
@@ -51,6 +54,8 @@ class Loading:
     snapshots: int | None = 0
     layout: Layout = field(default_factory=Layout)
     trace: Path | None = None
+    timeline: Path | None = None
+    timeline_passes: Passes | Literal["typical"] = "typical"
     verify_reads: VerifyReads = "first"
     prefetch: bool | None = None
 
@@ -82,7 +87,9 @@ class Loading:
             raise UsageError(f"--threads is for the cpu backend; {backend} does not take it: leave it out")
         return None
 
-    def load(self, stop: Interrupts, ready: Ready, trace: TraceLog | None = None) -> Engine:
+    def load(
+        self, stop: Interrupts, ready: Ready, trace: TraceLog | None = None, timeline: Timeline | None = None
+    ) -> Engine:
         """Open, announce on stderr, ask `ready`, load. Raises what Engine.load and `ready` raise, or Cancelled."""
         backend = self.backend or default_backend()
         threads = self.resolved_threads(backend)
@@ -135,6 +142,7 @@ class Loading:
                 snapshots=self.snapshots,
                 layout=self.layout,
                 trace=trace,
+                timeline=timeline,
                 verify_reads=self.verify_reads,
                 prefetch=self.prefetch,
                 announce=announce,

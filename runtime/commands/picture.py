@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
 import numpy as np
 import numpy.typing as npt
 
+from runtime.commands.svg import COLOURS, ELSEWHERE, FAINT, INK, LAST, LEFT, RIGHT, WIDTH, packed, page, ticks
 from runtime.drives.report import Analysis, Barrier
 from runtime.generate.plan import size
 
-WIDTH, LEFT, RIGHT = 1000, 96, 24
 BAR, PITCH, LANE, TITLE, AXIS = 8, 10, 8, 34, 26
 """Heights: of a bar, from bar to bar, between lanes, of a title, of an axis."""
-COLOURS = ("#4e79a7", "#f0a04b", "#59a14f", "#b07aa1", "#76b7b2", "#9c755f", "#edc948", "#8c8c8c")
-LAST, INK, FAINT, ELSEWHERE = "#d62839", "#2b2d33", "#8a8f98", "#d9dce1"
 BEFORE, AFTER = 0.04, 0.06
 """Time shown before a barrier begins and after it ends, in parts of it."""
-STYLE = (
-    f"text{{font:12px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:{INK}}}"
-    f".h{{font-size:16px;font-weight:600}}.t{{font-weight:600}}.f{{fill:{FAINT}}}.e{{text-anchor:end}}"
-    ".m{text-anchor:middle}"
-)
 
 
 def draw(analysis: Analysis, top: int) -> str:
@@ -38,9 +30,7 @@ def draw(analysis: Analysis, top: int) -> str:
         y = panel.bottom
     if not panels:
         body.append(f'<text x="{LEFT}" y="{y}" class="f">no barrier had to wait</text>')
-    frame = f'width="{WIDTH}" height="{y + 12:.0f}" viewBox="0 0 {WIDTH} {y + 12:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {frame}><style>{STYLE}</style>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
+    return page(body, y + 12)
 
 
 def _legend(analysis: Analysis) -> str:
@@ -112,13 +102,11 @@ class _Panel:
             x = self.x(b.end_s - b.gap_s)
             where = f'x="{x:.1f}" y="{top}" width="{self.x(b.end_s) - x:.1f}" height="{height}"'
             yield f'<rect {where} fill="{LAST}" fill-opacity="0.12"/>'
-        step = _step((self.end - self.begin) * 1e3)
-        first, last = ((moment - b.begin_s) * 1e3 / step for moment in (self.begin, self.end))
-        for tick in range(ceil(first), floor(last) + 1):
-            x = self.x(b.begin_s + tick * step / 1e3)
+        for tick in ticks(*((moment - b.begin_s) * 1e3 for moment in (self.begin, self.end))):
+            x = self.x(b.begin_s + tick / 1e3)
             colour = FAINT if not tick else ELSEWHERE
             yield f'<path d="M{x:.1f} {top}v{height}" stroke="{colour}" stroke-width="0.8"/>'
-            label = f"{tick * step:g} ms" if not tick else f"{tick * step:g}"
+            label = f"{tick:g}" if tick else "0 ms"
             yield f'<text x="{x:.1f}" y="{self.foot + 14}" class="f m">{label}</text>'
         if b.fluid_s > 0 and b.begin_s + b.fluid_s < self.end:
             x = self.x(b.begin_s + b.fluid_s)
@@ -150,20 +138,7 @@ class _Panel:
 
 def _rows(analysis: Analysis, numbers: npt.NDArray[np.int64]) -> list[list[int]]:
     """The reads of a drive in as few rows as they need, none over another."""
-    rows: list[list[int]] = []
-    free: list[float] = []
     s = analysis.slices
-    for n in numbers[np.argsort(s["started"][numbers], kind="stable")].tolist():
-        place = next((row for row, end in enumerate(free) if end <= s["started"][n]), len(rows))
-        if place == len(rows):
-            rows.append([])
-            free.append(0.0)
-        rows[place].append(n)
-        free[place] = float(s["landed"][n])
-    return rows
-
-
-def _step(span: float) -> float:
-    """A round number of which some six to twelve make the span."""
-    power = 10 ** floor(log10(span / 6)) if span > 0 else 1.0
-    return float(next(power * n for n in (1, 2, 5, 10) if span / (power * n) <= 12))
+    numbers = numbers[np.argsort(s["started"][numbers], kind="stable")]
+    places = packed(s[["started", "landed"]][numbers].tolist())
+    return [[n for n, place in zip(numbers.tolist(), places, strict=True) if place == row] for row in sorted({*places})]

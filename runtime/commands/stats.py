@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
-from runtime.generate.record import peak_rss_bytes, precision, timing
+from runtime.generate.record import peak_rss_bytes, precision, timing, waiting
 from runtime.weights.layout import Drives
 from runtime.weights.prefetch import PREDICTORS
 
 FATES = ("in_time", "late", "cancelled", "wasted", "open")
 """What becomes of a guess, as `Guesses` names it."""
+
+AWAITED = {"demand_s": "experts", "late_s": "experts guessed late", "trunk_s": "the trunk"}
+"""What is waited for, as `Waited` names it."""
 
 
 def token_line(number: int, step: Step, piece: str) -> str:
@@ -64,6 +67,14 @@ def prefetch_lines(engine: Engine) -> list[tuple[str, str]]:
     return lines
 
 
+def waiting_line(steps: Sequence[Step]) -> str:
+    """The share of the time of these that went by with waiting for reads, and for which."""
+    told = waiting(steps)
+    total = sum(step.seconds for step in steps) or 1.0
+    for_which = ", ".join(f"{words} {(told[what] or 0.0) / total:.0%}" for what, words in AWAITED.items())
+    return f"for reads {told['share'] or 0.0:.0%} of the time: {for_which}"
+
+
 def table(session: Session, steps: Sequence[Step]) -> str:
     """The run in a few rows: prompt, tokens, experts, memory."""
     from tabulate import tabulate
@@ -76,6 +87,7 @@ def table(session: Session, steps: Sequence[Step]) -> str:
         ("load", f"{times['load_s']:.2f} s"),
         ("prompt", f"{prefill.rows:,} tokens in {prefill.seconds:.3f} s, {prefill.expert_reads:,} experts read"),
         ("first token", f"{times['ttft_s']:.3f} s"),
+        ("  waiting", waiting_line(steps[:1])),
     ]
     if decoded:
         ms = sorted(step.seconds * 1000 for step in decoded)
@@ -83,6 +95,7 @@ def table(session: Session, steps: Sequence[Step]) -> str:
         rows += [
             ("decode", f"{len(decoded):,} tokens in {times['decode_s']:.3f} s, {rate}"),
             ("per token", f"{statistics.median(ms):.1f} ms median, {ms[0]:.1f} to {ms[-1]:.1f}"),
+            ("  waiting", waiting_line(decoded)),
             ("read per token", size(sum(step.bytes_read for step in decoded) // len(decoded))),
         ]
     rows += [

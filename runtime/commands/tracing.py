@@ -1,36 +1,48 @@
-"""`--trace FILE`: every read of a run written down, also of one that fails or is stopped."""
+"""`--trace FILE` and `--timeline FILE`: what a run read, and when it computed, also of one that fails or is stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from runtime.commands.arguments import output_file
 from runtime.commands.loading import Loading, Ready
 from runtime.commands.terminal import Interrupts, say
+from runtime.commands.timeline import check_format
+from runtime.commands.timeline import write as write_timeline
 from runtime.drives.trace import TraceLog
 from runtime.errors import StorageError
 from runtime.generate import Engine
 from runtime.generate.record import model, settings
+from runtime.model.timeline import Timeline
 
 
 class Tracing:
-    """Notes what the engine it loads reads, and writes it when the block ends, however it ends.
+    """Notes what the engine it loads reads, and computes, and writes it when the block ends, however it ends.
 
-    Refuses a place that cannot be written before anything is loaded. Without `loading.trace` it does nothing.
+    Refuses a place that cannot be written before anything is loaded. Without `loading.trace` and `loading.timeline` it
+    does nothing.
     """
 
     def __init__(self, loading: Loading) -> None:
         self._loading = loading
+        if loading.timeline is not None:
+            check_format(loading.timeline)
         self._file = None if loading.trace is None else output_file(loading.trace, "--trace", loading.sources)
+        self._drawn = None if loading.timeline is None else output_file(loading.timeline, "--timeline", loading.sources)
         self._log: TraceLog | None = None
+        self._timeline: Timeline | None = None
         self._engine: Engine | None = None
 
     def load(self, stop: Interrupts, ready: Ready) -> Engine:
         """`Loading.load`, traced."""
-        self._log = None if self._file is None else TraceLog()
-        self._engine = self._loading.load(stop, ready, self._log)
+        self._log = TraceLog() if self._file or self._drawn else None
+        self._timeline = Timeline() if self._drawn else None
+        self._engine = self._loading.load(stop, ready, self._log, self._timeline)
         return self._engine
 
     def __enter__(self) -> Tracing:
@@ -39,19 +51,40 @@ class Tracing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._engine is None or self._log is None or self._file is None:
+        if self._engine is None or self._log is None:
             return
-        ended = "done" if error is None else str(error) or type(error).__name__
+        about = about_run(self._engine, self._loading.note, _ended(error))
+        if self._timeline is not None and self._drawn is not None:
+            self._write("timeline", self._drawn, error, partial(self._draw, self._timeline, self._log, about))
+        if self._file is not None:
+            self._write("trace", self._file, error, partial(self._put_down, self._log, about))
+
+    @staticmethod
+    def _write(what: str, file: Path, error: BaseException | None, write: Callable[[Path], str]) -> None:
+        """Write it and tell of it. Raises StorageError when it cannot be, and nothing worse has happened."""
         try:
-            slices, dropped = self._log.write(self._file, about_run(self._engine, self._loading.note, ended))
+            say(f"{what:8} {file}: {write(file)}")
         except OSError as problem:
-            message = f"--trace {self._file} could not be written: {problem.strerror or problem}"
-            if error is not None:
-                say(f"note     {message}")
-                return
-            raise StorageError(message) from None
+            message = f"--{what} {file} could not be written: {problem.strerror or problem}"
+            if error is None:
+                raise StorageError(message) from None
+            say(f"note     {message}")
+
+    @staticmethod
+    def _put_down(log: TraceLog, about: dict[str, Any], file: Path) -> str:
+        slices, dropped = log.write(file, about)
         lost = f", {dropped:,} more that there was no room for" if dropped else ""
-        say(f"trace    {self._file}: {slices:,} reads{lost}")
+        return f"{slices:,} reads{lost}"
+
+    def _draw(self, timeline: Timeline, log: TraceLog, about: dict[str, Any], file: Path) -> str:
+        assert self._engine is not None
+        about = {name: about[name] for name in ("ended", "model", "settings")}
+        return write_timeline(file, timeline, log, self._loading.timeline_passes, self._engine.config, about)
+
+
+def _ended(error: BaseException | None) -> str:
+    """How the run ended, for who reads of it."""
+    return "done" if error is None else str(error) or type(error).__name__
 
 
 def about_run(engine: Engine, note: str | None, ended: str) -> dict[str, Any]:

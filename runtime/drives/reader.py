@@ -62,6 +62,7 @@ from runtime.drives.jobs import (
 )
 from runtime.drives.ledger import Health, Totals
 from runtime.drives.scheduler import Scheduler
+from runtime.drives.waits import DEMAND, LATE, Waits
 from runtime.errors import DoesNotFitError, StorageError
 
 GUESS = 1 << 62
@@ -112,7 +113,8 @@ Outcome = Landed | Lost | Dropped
 
 @dataclass(slots=True)
 class _Ticket:
-    """A job somebody waits for. admitted: the scheduler has it. leased: its buffer is taken, no longer promised."""
+    """A job somebody waits for. admitted: the scheduler has it. leased: its buffer is taken, no longer promised.
+    late: it was a guess, and was needed before it was there."""
 
     job: Job
     kind: str
@@ -120,6 +122,12 @@ class _Ticket:
     cost: int
     admitted: bool = False
     leased: bool = False
+    late: bool = False
+
+    @property
+    def awaited(self) -> str:
+        """What somebody waits for who waits for this."""
+        return self.kind or (LATE if self.late else DEMAND)
 
 
 class Reader:
@@ -154,7 +162,7 @@ class Reader:
                     f"drive {spec.name} with alignment {spec.alignment}: its device is {device.name} with "
                     f"{device.alignment}, buffers have {pool.alignment}"
                 )
-        self.pool = pool
+        self.pool, self.waits = pool, Waits()
         self._kind_of, self._watch, self._guess = kind_of, watch, guess
         self._scheduler = Scheduler([spec for _, spec in drives], policy, uplinks)
         self._crews = {spec.name: Crew(device, spec, self._reported, verify, trace) for device, spec in drives}
@@ -228,16 +236,19 @@ class Reader:
 
         Each outcome is given once, to one caller. `pulse` is called every PULSE_S while nothing comes; what it raises
         ends the wait. Raises TimeoutError when nothing comes for `timeout` seconds, and StorageError when the reader
-        is closed or broken.
+        is closed or broken. What is waited for is added up in `waits`, which belongs to one thread.
         """
         left = dict.fromkeys(keys)
         patience = inf if timeout is None else timeout
         while left:
-            until = time.monotonic() + patience
+            began, live = time.monotonic(), None
+            until = began + patience
             while True:
                 with self._lock:
                     if ready := self._collect(left):
                         break
+                    if live is None:
+                        live = {key: self._tickets[key] for key in left}
                     wait = until - time.monotonic()
                     if wait <= 0:
                         raise TimeoutError(f"{len(left)} jobs have not ended: {list(left)[:4]}")
@@ -246,6 +257,9 @@ class Reader:
                         until = time.monotonic() + patience
                 if pulse is not None:
                     pulse()
+            if live is not None:
+                came = ready[0].key
+                self.waits.add(live[came].awaited, came, began, time.monotonic())
             yield from ready
 
     def poll(self, keys: Iterable[Key]) -> list[Outcome]:
@@ -432,6 +446,7 @@ class Reader:
             if self._guess is not None:
                 self._guess(key, Fate.NEEDED, ticket.queued, barrier)
             ticket.job = replace(ticket.job, priority=Priority.DEMAND, barrier=barrier)
+            ticket.late = True
             if ticket.admitted:
                 self._demand_live += 1
                 live.append(key)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from itertools import count, islice
 from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,22 @@ class _Table:
         return self.rows[: min(drawn, self._limit)], max(0, drawn - self._limit)
 
 
+class Read(NamedTuple):
+    """A slice as it was read; kind: `demand`, `prefetch` when it was a guess as it began, or `trunk`; what: the job's
+    name, "" for an expert, whose layer is else -1. Times by `time.monotonic`."""
+
+    drive: str
+    kind: str
+    layer: int
+    expert: int
+    what: str
+    nbytes: int
+    queued: float
+    started: float
+    landed: float
+    fault: str
+
+
 class TraceLog:
     """What a run notes. `slice` and `guess` are the hooks `trace` and `guess` of a `Reader`."""
 
@@ -128,6 +144,31 @@ class TraceLog:
         """The model begins to compute `rows` tokens; `position` tokens were before them."""
         if len(self._passes) < LIMIT:
             self._passes.append((time.monotonic(), position, rows))
+
+    def between(self, begin: float, end: float) -> list[Read]:
+        """The reads under way then, as far as there was room for them, by their start."""
+        rows = self._slices.rows
+        rows = rows[(rows["landed"] > begin) & (rows["started"] < end)]
+        drives, names = list(self._names["drive"]), list(self._names["key"])
+        reads = []
+        for row in rows[np.argsort(rows["started"], kind="stable")]:
+            layer, expert, fault = int(row["layer"]), int(row["expert"]), FAULTS[row["fault"]]
+            known = layer >= 0
+            reads.append(
+                Read(
+                    drives[row["drive"]],
+                    PRIORITIES[row["priority"]].name.lower() if known else "trunk",
+                    layer,
+                    expert if known else -1,
+                    "" if known else names[expert],
+                    int(row["length"]),
+                    float(row["queued"]),
+                    float(row["started"]),
+                    float(row["landed"]),
+                    "" if fault is None else fault.value,
+                )
+            )
+        return reads
 
     def write(self, path: Path, about: Mapping[str, Any]) -> tuple[int, int]:
         """Write the file, whole or not at all; gzipped when its name ends so. Returns (slices in it, slices dropped).

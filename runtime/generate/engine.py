@@ -20,12 +20,14 @@ import numpy.typing as npt
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 from runtime.drives.trace import TraceLog
+from runtime.drives.waits import NOTHING, Waited
 from runtime.errors import CheckpointError, UsageError
 from runtime.generate.plan import MemoryPlan, element_size, make_plan
 from runtime.generate.sampling import Choose, Logits, greedy
 from runtime.generate.snapshots import Snapshot
 from runtime.model.k3 import K3
 from runtime.model.state import State, state_nbytes
+from runtime.model.timeline import TimedK3, Timeline
 from runtime.ops import Ops, make_ops
 from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
@@ -50,7 +52,8 @@ Announce = Callable[[Checkpoint, "Tokenizer | None", MemoryPlan, "Drives | None"
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token. `seconds` is the pass that chose it; counts are of that pass alone."""
+    """One generated token. `seconds` is the pass that chose it; counts are of that pass alone, and so is what part of
+    the time it waited for reads."""
 
     token_id: int
     logits_sha256: str | None
@@ -59,6 +62,7 @@ class Step:
     expert_misses: int
     bytes_read: int
     finish_reason: str | None
+    waited: Waited = NOTHING
 
 
 @dataclass
@@ -192,6 +196,7 @@ class Engine:
         snapshots: int | None = 0,
         layout: Layout | None = None,
         trace: TraceLog | None = None,
+        timeline: Timeline | None = None,
         verify_reads: VerifyReads = "first",
         prefetch: bool | None = None,
         announce: Announce | None = None,
@@ -203,7 +208,7 @@ class Engine:
         `trunk`: "int8" is not weight-exact. `context` bounds a session's tokens. `memory`, `expert_cache` and
         `snapshots`, what is set aside for those, are bytes (None: the default); `reuse` off keeps no expert between
         tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them are
-        compared with the manifest; `trace`: what notes every read.
+        compared with the manifest; `trace`: what notes every read; `timeline`: what notes what is computed when.
         `prefetch`: whether experts are read on a guess; None: where they are large, which is where it can pay.
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
@@ -238,7 +243,9 @@ class Engine:
                 reuse=reuse,
                 snapshots=snapshots,
                 unit_bytes=None if drives is None else drives.unit_bytes,
-                reading=checks.nbytes + (0 if drives is None else drives.extra_bytes + staging * copies),
+                reading=checks.nbytes
+                + (0 if timeline is None else timeline.nbytes)
+                + (0 if drives is None else drives.extra_bytes + staging * copies),
             )
             tokenizer = load_tokenizer(checkpoint)
             if announce is not None:
@@ -259,7 +266,12 @@ class Engine:
                 drives.close()
             checkpoint.close()
             raise
-        model = K3(checkpoint.config, ops, weights, experts, None if unguided else Prefetch(checkpoint.config, experts))
+        prefetcher = None if unguided else Prefetch(checkpoint.config, experts)
+        if timeline is None:
+            model = K3(checkpoint.config, ops, weights, experts, prefetcher)
+        else:
+            model = TimedK3(checkpoint.config, ops, weights, experts, prefetcher, timeline)
+            experts.waits.hear = timeline.waited
         seconds = time.perf_counter() - started
         told = f"off: {unguided}" if unguided else "on"
         return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives, told)
@@ -340,6 +352,7 @@ class Session:
         check_request(prompt, max_new, self.engine.config, self.engine.context)
         stops = frozenset(self.engine.config.eos_token_id if stop_ids is None else stop_ids)
         room = min(max_new, self.engine.context - len(prompt) + 1)
+        waits, waited = self.engine.experts.waits, self.engine.experts.waits.so_far
         started, before = time.perf_counter(), self._counts()
         logits = self._prefill(list(prompt), cancelled, prefilled, passed, ends)
         for count in range(1, room + 1):
@@ -353,9 +366,10 @@ class Session:
             seconds, after = time.perf_counter() - started, self._counts()
             hits, misses, nbytes = (b - a for a, b in zip(before, after, strict=True))
             reason = "stop" if token in stops else "length" if count == room else None
-            yield Step(token, digest, seconds, hits, misses, nbytes, reason)
+            yield Step(token, digest, seconds, hits, misses, nbytes, reason, waits.so_far - waited)
             if reason is not None:
                 return
+            waited = waits.so_far
             started, before = time.perf_counter(), self._counts()
             logits = self._advance([token], cancelled, passed)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import runtime
+from runtime.drives.waits import NOTHING
 from runtime.generate.engine import Engine, PrefillStats, Session, Step
 from runtime.weights.placement import MODEL
 
@@ -82,8 +83,11 @@ def precision(engine: Engine) -> str:
     return f"{WEIGHTS[engine.model.trunk.precision]}, {ARITHMETIC[engine.ops.name]}"
 
 
-def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, float | None]:
-    """Seconds. `ttft_s` is from the start of the prefill to the first token, `decode_s` the passes of the others."""
+def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict[str, Any]:
+    """Seconds. `ttft_s` is from the start of the prefill to the first token, `decode_s` the passes of the others.
+
+    `waiting`: the part of both in which the model had nothing to do but to wait for reads, and for which.
+    """
     decode = sum(step.seconds for step in steps[1:])
     return {
         "load_s": engine.load_seconds,
@@ -91,7 +95,14 @@ def timing(engine: Engine, prefill: PrefillStats, steps: Sequence[Step]) -> dict
         "prefill_s": prefill.seconds,
         "decode_s": decode,
         "decode_tokens_per_s": (len(steps) - 1) / decode if decode > 0 else None,
+        "waiting": {"first_token": waiting(steps[:1]), "decode": waiting(steps[1:])},
     }
+
+
+def waiting(steps: Sequence[Step]) -> dict[str, float | None]:
+    """How long these waited for reads, for which, and what share of their time that was."""
+    waited, seconds = sum((step.waited for step in steps), NOTHING), sum(step.seconds for step in steps)
+    return {**asdict(waited), "share": waited.total_s / seconds if seconds else None}
 
 
 def peak_rss_bytes() -> int:

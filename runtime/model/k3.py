@@ -7,9 +7,9 @@ position anywhere: order enters through KDA's recurrence and MLA's causal mask a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from runtime.config import ModelConfig
 from runtime.errors import Cancelled
 from runtime.model.state import KdaState, LayerState, State, new_state
-from runtime.ops import Array, LatentCache, Ops
-from runtime.weights.experts import ExpertStore, Pulse
+from runtime.ops import Array, LatentCache, Ops, Weight
+from runtime.weights.experts import Pulse
 from runtime.weights.prefetch import Prefetch
 from runtime.weights.trunk import LayerWeights, Trunk
 
@@ -26,11 +26,23 @@ Tap = Callable[[int, Array], None]
 """Called with each layer's index and output h [T, H], the running sum as it leaves the layer."""
 
 
+class Experts(Protocol):
+    """Where routed experts come from: `weights.experts.ExpertStore`."""
+
+    def plan(
+        self, layer: int, ids: npt.NDArray[np.int64], pulse: Pulse | None = None
+    ) -> Generator[tuple[int, Weight], None, None]: ...
+
+    def release(self, layer: int, expert: int) -> None: ...
+
+    def end_of_token(self) -> None: ...
+
+
 class K3:
     """The model: holds no state of a sequence, so one instance serves many."""
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, trunk: Trunk, experts: ExpertStore, prefetch: Prefetch | None = None
+        self, config: ModelConfig, ops: Ops, trunk: Trunk, experts: Experts, prefetch: Prefetch | None = None
     ) -> None:
         """Without `prefetch`, nothing is guessed."""
         self.config = config

@@ -146,6 +146,7 @@ class ExpertStore:
         self.guess_limit = min(spare, self._reads.guesses) if reuse else 0
         """How many guessed experts may be under way, or landed and unsettled, at once."""
         self._pace = self.guess_limit
+        self.waits = self._reads.waits
         self.heat = heat
         self._checkpoint = checkpoint
         self._ops = ops

@@ -6,6 +6,7 @@ a few kilobytes, for which handing a read to a thread takes longer than the read
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -17,6 +18,7 @@ from runtime.drives.buffers import Buffer
 from runtime.drives.crew import Fate
 from runtime.drives.jobs import Job, Priority
 from runtime.drives.reader import Landed, Lost, Reader
+from runtime.drives.waits import DEMAND, Waits
 from runtime.errors import CheckpointError, StorageError
 from runtime.weights.checks import ReadChecks
 from runtime.weights.placement import MODEL, Placement
@@ -43,12 +45,13 @@ class Reads(Protocol):
     """What the store needs.
 
     unit_bytes: what one expert takes in memory; ahead: how many may be under way at once; guesses: how many of them
-    may have been guessed, 0 where nothing is read before it is waited for.
+    may have been guessed, 0 where nothing is read before it is waited for; waits: for what was not there.
     """
 
     unit_bytes: int
     ahead: int
     guesses: int
+    waits: Waits
 
     def submit(self, layer: int, experts: Sequence[int]) -> None:
         """Begin to read; does not wait. What was guessed is not read again."""
@@ -87,7 +90,7 @@ class PlainReads:
     ahead, guesses = 1, 0
 
     def __init__(self, checkpoint: Checkpoint, checks: ReadChecks | None = None) -> None:
-        self.unit_bytes = checkpoint.expert_nbytes
+        self.unit_bytes, self.waits = checkpoint.expert_nbytes, Waits()
         self._checkpoint, self._checks = checkpoint, checks
 
     def submit(self, layer: int, experts: Sequence[int]) -> None:
@@ -97,8 +100,10 @@ class PlainReads:
         self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None
     ) -> Iterator[Arrival]:
         for expert in experts:
+            began = time.monotonic()
             data = np.empty(self.unit_bytes, np.uint8)
             self._checkpoint.read_expert(layer, expert, data, check=False)
+            self.waits.add(DEMAND, (layer, expert), began, time.monotonic())
             if self._checks is not None:
                 self._checks.whole(MODEL, layer, expert, data.data)
             yield Arrival(expert, self._checkpoint.view_expert(layer, expert, data), nothing)
@@ -122,7 +127,7 @@ class DriveReads:
     def __init__(
         self, checkpoint: Checkpoint, placement: Placement, reader: Reader, unit_bytes: int, ahead: int, guesses: int
     ) -> None:
-        self.unit_bytes, self.ahead, self.guesses = unit_bytes, ahead, guesses
+        self.unit_bytes, self.ahead, self.guesses, self.waits = unit_bytes, ahead, guesses, reader.waits
         self._checkpoint, self._placement, self._reader = checkpoint, placement, reader
         self._barrier = 0
 
