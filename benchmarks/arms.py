@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 
 from runtime.drives.trace import load as load_trace
+from runtime.weights.placement import MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SCHEMA = "expertstream.run/1"
@@ -217,7 +218,8 @@ def _traced(trace: Path, run: Record | None) -> Record:
     disks: Record = {}
     for disk, done in head.get("disks", {}).items():
         own = sum(head["drives"][name]["device_bytes"] for name in done["drives"] if name in head["drives"])
-        own += trunk  # from the model's disk, or from memory: too much is taken for ours, never too little
+        if MODEL in done["drives"] or MODEL not in head["drives"]:
+            own += trunk  # or it came from memory: rather too much is taken for ours than too little
         disks[disk] = {
             "drives": done["drives"],
             "read_bytes": done["read_bytes"],

@@ -20,7 +20,7 @@ from commandline import Start, read_until
 from conftest import ROOT
 from copies import large_experts
 
-from benchmarks import ladder, limits, records, speed
+from benchmarks import charts, ladder, limits, records, speed, ttft
 from benchmarks.arms import Arm, Place, figures, judge, output_hash, run_arm, void_reasons
 from benchmarks.limits import Unavailable, kernel_limits, loop_drives
 from benchmarks.stages import Stage, set_up
@@ -286,6 +286,49 @@ def test_rungs_are_medians_of_arms_that_are_not_void() -> None:
     assert (two["of_bound"], two["arms"]) == (0.8, 3)
 
 
+# --- prompts, and runs that are compared ---
+
+
+def test_prompts_are_the_first_tokens_of_one_text(embedded: Path, tmp_path: Path) -> None:
+    long = ttft.prompt_ids(embedded, 512)
+    assert len(long) == 512
+    assert ttft.prompt_ids(embedded, 37) == long[:37]
+    with pytest.raises(UsageError, match="the text has"):
+        ttft.prompt_ids(embedded, 100_000)
+    without = large_experts(tmp_path / "without-a-tokenizer")
+    (without / "tiktoken.model").unlink()
+    ids = ttft.prompt_ids(without, 128)
+    assert len(ids) == 128
+    assert len(set(ids)) > 64
+
+
+def test_the_prefill_rate_is_between_the_shortest_and_the_longest_prompt() -> None:
+    results = [
+        {"arm": f"{n} tokens", "round": number, "figures": {"first_token_s": seconds}, "void": void}
+        for number, (short, long, void) in enumerate(
+            [(5.0, 7.0, []), (5.0, 8.0, []), (6.0, 7.0, []), (1.0, 99.0, ["odd"])]
+        )
+        for n, seconds in ((6, short), (37, 6.0), (512, long))
+    ]
+    assert ttft.prefill_rate(results, "", [6, 37, 512]) == pytest.approx((512 - 6) / 2.0)
+    assert ttft.prefill_rate(results[-3:], "", [6, 37, 512]) is None
+
+
+def test_what_is_compared_differs_in_its_further_options_alone() -> None:
+    parser = records.parser("decode", "Words.", rounds=3)
+    speed.add_run_options(parser)
+    asked = parser.parse_args(["--run-options", "--threads 1", "--versus=--no-prefetch --context 64"])
+    found = speed.variants(asked)
+    assert found == {
+        "": (("--threads", "1"), ROOT),
+        "versus ": (("--threads", "1", "--no-prefetch", "--context", "64"), ROOT),
+    }
+    arm = speed.make_arm(asked, "one", ["--max-new", "3"])
+    assert (arm.trace, arm.cold, arm.options) == (False, True, ("--max-new", "3"))
+    with pytest.raises(UsageError, match="there is no runtime/ in it"):
+        speed.variants(parser.parse_args(["--versus-checkout", "/"]))
+
+
 # --- what is written ---
 
 
@@ -334,6 +377,13 @@ def test_pytest_benchmark_records_what_arms_have_measured(tmp_path: Path) -> Non
     assert (first["stats"]["median"], first["stats"]["rounds"]) == (4.0, 1)
     assert found["test_recorded[one-per_token_s_steady]"]["stats"]["median"] == pytest.approx(2.5)
     assert first["extra_info"]["definitions"] == records.load(path)["definitions"]
+
+
+def test_charts_are_drawn_of_what_counts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert charts.bars(a_record(tmp_path), tmp_path / "chart", ["one"], "first_token_s", "s", "One") == ", .svg, .png"
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
 
 
 # --- drives that the kernel limits ---
