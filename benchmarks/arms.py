@@ -106,7 +106,7 @@ def interleave(arms: Sequence[Arm], rounds: int, place: Place, spare: int = 0) -
         for arm in arms if number % 2 == 0 else reversed(arms):
             result = run_arm(arm, number, place)
             results.append(result)
-            print(f"{arm.name:24} round {number + 1} of {rounds}  {brief(result)}", file=sys.stderr, flush=True)
+            print(f"{arm.name:24} round {number + 1}  {brief(result)}", file=sys.stderr, flush=True)
     judge(results)
     return results
 
