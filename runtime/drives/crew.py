@@ -131,6 +131,16 @@ class Crew:
         self._seen: list[Span] = []
         self._read_well: deque[Span] = deque(maxlen=SAMPLES)
         self._checks = 0
+        # On a busy machine a new thread is tens of milliseconds away, and a read's deadline would not wait for it.
+        for _ in range(spec.depth):
+            self._hire()
+            self.waiting += 1
+
+    def _hire(self) -> None:
+        name = f"drives-{self.spec.name}-{len(self.threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        thread.start()
+        self.threads.append(thread)
 
     # --- with the reader's lock held ---
 
@@ -149,11 +159,8 @@ class Crew:
         self._errands.put(errand)
         if self.waiting:
             self.waiting -= 1
-            return
-        name = f"drives-{self.spec.name}-{len(self.threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        thread.start()
-        self.threads.append(thread)
+        else:
+            self._hire()
 
     def check(self, nbytes: int) -> None:
         """Every check reads another file, as far as some are known, and then another part of it."""
