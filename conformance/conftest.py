@@ -12,26 +12,51 @@ from typing import Any
 import pytest
 from commandline import Command, Outcome, Start
 from matrix import Coverage
+from own import Own
+from report import Report
 from serverside import Gate, ScriptedModel, Served, lend, served
 
 from runtime.cli import main
+from runtime.commands.arguments import parse_size
+from runtime.errors import ExpertstreamError
 from runtime.generate import Engine, embedded_model
 from runtime.setup.synth import synthesize
+from runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 COVERAGE = pytest.StashKey[Coverage]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="the invariance matrix: every cell, not a pairwise design")
+    group = parser.getgroup("expertstream", "the promises, on a checkpoint and drives of one's own")
+    group.addoption("--full", action="store_true", help="every cell of the invariance matrix, not a pairwise design")
+    group.addoption("--model", type=Path, metavar="DIR", help="test this checkpoint, and nothing else")
+    group.addoption("--drive", action="append", default=[], metavar="NAME=PATH", help="with experts; may be repeated")
+    group.addoption("--backend", choices=("cpu", "mlx", "reference"), help="for --model [as run chooses]")
+    group.addoption("--memory", type=parse_size, metavar="SIZE", help="for --model, such as 24G [as run chooses]")
+    group.addoption(
+        "--report", type=Path, metavar="PATH", default="conformance-report", help="for --model: where .txt and .json go"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "own_model: what is run with --model, on a checkpoint of one's own")
     config.stash[COVERAGE] = Coverage()
+    option = config.getoption
+    if option("--model") is None:
+        if option("--drive") or option("--backend") or option("--memory"):
+            raise pytest.UsageError("--drive, --backend and --memory go with --model")
+        return
+    try:
+        own = Own(option("--model"), option("--drive"), option("--backend"), option("--memory"))
+    except ExpertstreamError as error:
+        raise pytest.UsageError(str(error)) from None
+    report = config.stash[Report.KEY] = Report(own, Path(option("--report")).absolute(), config.stash[COVERAGE])
+    config.pluginmanager.register(report, "conformance-report")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if table := config.stash[COVERAGE].table():
+    if Report.KEY not in config.stash and (table := config.stash[COVERAGE].table()):
         terminalreporter.section("the same answers, bit for bit")
         terminalreporter.write_line(table)
 
@@ -42,10 +67,42 @@ def coverage(pytestconfig: pytest.Config) -> Coverage:
     return pytestconfig.stash[COVERAGE]
 
 
+@pytest.fixture(scope="session")
+def report(pytestconfig: pytest.Config) -> Report:
+    """Of the session on one's own checkpoint."""
+    if Report.KEY not in pytestconfig.stash:
+        pytest.skip("needs a checkpoint: nox -s conformance -- --model DIR")
+    return pytestconfig.stash[Report.KEY]
+
+
+@pytest.fixture(scope="session")
+def own(report: Report) -> Own:
+    """The checkpoint and drives that were named."""
+    return report.own
+
+
+@pytest.fixture(scope="session")
+def released(own: Own) -> Own:
+    """The same, where it is the released checkpoint."""
+    if not own.released:
+        pytest.skip("the vectors are the released model's, and this checkpoint is another")
+    return own
+
+
+@pytest.fixture(scope="session")
+def released_tokenizer(released: Own) -> Tokenizer:
+    """The released tokenizer."""
+    return Tokenizer.load(released.model)
+
+
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """What a test lets the program learn stays the test's own, and nothing is known before."""
     path = tmp_path_factory.mktemp("home")
+    if Report.KEY in request.config.stash:
+        request.config.stash[Report.KEY].own.use_home(path)
     monkeypatch.setenv("EXPERTSTREAM_HOME", str(path))
     return path
 

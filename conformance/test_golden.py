@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import shapes
+from own import Own
 
 from golden import cases
 from runtime.generate import Engine, embedded_model
@@ -52,34 +53,35 @@ def test_no_recorded_run_is_trivial() -> None:
     assert len({case.digests["cpu"] for case in EMBEDDED}) == len(EMBEDDED)
 
 
-needs_k3 = pytest.mark.skipif(
-    "EXPERTSTREAM_K3" not in os.environ, reason="needs the released checkpoint: set EXPERTSTREAM_K3 to its directory"
-)
-
-
 @pytest.fixture(scope="module")
-def released() -> Engine:
-    return Engine.load(os.environ["EXPERTSTREAM_K3"])
+def engine_of_the_released(released: Own) -> Iterator[Engine]:
+    with Engine.load(
+        released.model, backend=released.backend, layout=released.layout, memory=released.memory
+    ) as engine:
+        yield engine
 
 
-@needs_k3
-def test_the_released_model_has_the_published_logits(released: Engine) -> None:
+@pytest.mark.own_model
+def test_the_released_model_has_the_published_logits(engine_of_the_released: Engine) -> None:
+    """The first logits are the published ones of the released model"""
     vector = json.loads((cases.HERE / "released.json").read_text())["logits"]
-    out = released.model.forward(np.array(vector["prompt_ids"]), released.model.new_state(16))
-    logits = released.ops.numpy(out)[0]
+    model = engine_of_the_released.model
+    out = model.forward(np.array(vector["prompt_ids"]), model.new_state(16))
+    logits = engine_of_the_released.ops.numpy(out)[0]
     assert int(np.argmax(logits)) == vector["argmax"]
     for token, value in vector["values"].items():
         assert abs(float(logits[int(token)]) - value) <= vector["tolerance"], token
     assert abs(float(logits.min()) - vector["min"]) <= vector["tolerance"]
 
 
-@needs_k3
-def test_the_released_model_continues_as_published(released: Engine) -> None:
+@pytest.mark.own_model
+def test_the_released_model_continues_as_published(engine_of_the_released: Engine) -> None:
+    """The greedy continuation is the published one of the released model"""
     vector = json.loads((cases.HERE / "released.json").read_text())["continuation"]
-    tokenizer = released.tokenizer
+    tokenizer = engine_of_the_released.tokenizer
     assert tokenizer is not None
     prompt_ids = tokenizer.encode(vector["prompt"])
     assert prompt_ids == vector["prompt_ids"]
     wanted = tokenizer.encode(vector["text"])
-    steps = released.session().generate(prompt_ids, len(wanted))
+    steps = engine_of_the_released.session().generate(prompt_ids, len(wanted))
     assert tokenizer.decode([step.token_id for step in steps]) == vector["text"]

@@ -9,7 +9,7 @@ import pytest
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from vocabulary import SPLIT_REGEX, TOKENIZER, merge, released_tokenizer, texts
+from vocabulary import SPLIT_REGEX, TOKENIZER, merge, texts
 
 from runtime.errors import CheckpointError, UsageError
 from runtime.text import tokenizer as module
@@ -359,8 +359,10 @@ def test_ranks_that_are_no_vocabulary_are_not_written(tmp_path: Path, ranks: lis
 
 
 @pytest.mark.parametrize("vector", GOLDEN["vectors"], ids=lambda vector: ascii(vector["text"]))
-def test_published_vectors(vector: dict[str, object]) -> None:
-    tokenizer = released_tokenizer()
+@pytest.mark.own_model
+def test_published_vectors(vector: dict[str, object], released_tokenizer: Tokenizer) -> None:
+    """Texts have the published ids of the released tokenizer"""
+    tokenizer = released_tokenizer
     encode = tokenizer.encode if vector["mode"] == "ordinary" else tokenizer.encode_structural
     assert encode(vector["text"]) == vector["ids"]
     assert tokenizer.decode(vector["ids"]) == vector["text"]

@@ -1,12 +1,9 @@
 """A small vocabulary and a slow, obvious tokenizer, for the tests of everything that touches text."""
 
 import itertools
-import os
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
-import pytest
 import regex
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -73,11 +70,3 @@ characters = st.sampled_from(_TRICKY) | st.sampled_from(_OLD)
 fragments = st.sampled_from([*MARKERS, "[BOS]", "they'LL", "I'M", "  ", "\r\n", "&quot;", "&amp;", '="', "你好"])
 texts = st.lists(characters | fragments, max_size=40).map("".join)
 """Text that tries the seams: case, contractions, marks, digits, every kind of space, markers, escapes."""
-
-
-def released_tokenizer() -> Tokenizer:
-    """The released tokenizer, from the checkpoint directory that EXPERTSTREAM_K3 names; else the test skips."""
-    directory = os.environ.get("EXPERTSTREAM_K3")
-    if not directory:
-        pytest.skip("needs the released rank file: set EXPERTSTREAM_K3 to a Kimi K3 checkpoint directory")
-    return Tokenizer.load(Path(directory))
