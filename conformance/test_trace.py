@@ -350,3 +350,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_loading(
     assert ended.err.startswith("error: --trace ")
     assert sorted(tiny.iterdir()) == before
     assert list((drive / "k3-experts").iterdir()) == []
+
+
+def test_without_a_model_there_is_no_place_to_keep_out_of(cli: Command, tmp_path: Path) -> None:
+    ended = cli("run", *on(tmp_path / "none"), "--prompt-ids", "1", "--trace", tmp_path / "t.csv")
+    assert ended.status == 3
+    assert len(ended.err.splitlines()) == 1

@@ -115,7 +115,7 @@ def output_file(path: Path, option: str, keep_out: Mapping[str, Path]) -> Path:
     """
     target = Path(os.path.realpath(path))
     for what, directory in keep_out.items():
-        if any(parent.exists() and parent.samefile(directory) for parent in target.parents):
+        if directory.exists() and any(parent.exists() and parent.samefile(directory) for parent in target.parents):
             raise UsageError(f"{option} {path} is in {what}, where nothing is ever written: name another place")
     if target.is_dir():
         raise UsageError(f"{option} {path} is a directory: name a file in it")
