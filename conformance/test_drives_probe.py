@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from runtime.drives.device import DeviceError
 from runtime.drives.identity import UNKNOWN, Identity, identify
 from runtime.drives.jobs import MIB, Fault, Span
 from runtime.drives.material import large_files
-from runtime.drives.probe import Ceiling, Findings, Together
+from runtime.drives.probe import Ceiling, Findings, Places, Together, measure
 from runtime.drives.rates import FOLLOWS_READS
 from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
@@ -181,6 +182,14 @@ def test_large_files_are_whole_regular_and_on_the_drive(tmp_path: Path) -> None:
         file.truncate(10_000_000)
     spans = large_files("x", tmp_path / "d", 50_000)
     assert spans == [Span("x", name, 0, 100_000) for name in ("a", "b", "link", "deep/er/c")]
+
+
+def test_a_drive_is_read_however_short_the_time(files: Path) -> None:
+    device = RealDevice("one", files)
+    (ceiling,) = measure([Places(device, [Span("one", "film", 0, 24 * MIB)], MIB, 0)], {"one": 2}, inf, 1e-9)
+    device.close()
+    assert ceiling.nbytes >= MIB
+    assert ceiling.seconds > 0
 
 
 # --- findings ---

@@ -233,7 +233,7 @@ class Places:
 def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: float, limit_s: float) -> list[Ceiling]:
     """Read all these drives at once, each at its depth, until its budget or the time is over; a ceiling for each.
 
-    Raises DeviceError.
+    Every drive is read at least once, however short the time. Raises DeviceError.
     """
     moved = {room.device.name: 0 for room in rooms}
     asked = dict.fromkeys(moved, 0)
@@ -250,7 +250,7 @@ def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: floa
         try:
             while True:
                 with lock:
-                    if asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s:
+                    if asked[name] and (asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s):
                         return
                     asked[name] += room.block_bytes
                 room.device.read(*room.take(), into)
