@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from commandline import Command, Start, on, read_until
 from loopback import ext4_image
@@ -267,6 +268,17 @@ def test_a_process_is_watched_to_its_end(start: Start, disk: str, tmp_path: Path
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     assert str(watched.pid) in out.decode()
+
+
+def test_a_process_may_go_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = command._Process(os.getpid())
+    assert watched.lives
+
+    def gone(self: psutil.Process) -> str:
+        raise psutil.NoSuchProcess(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "status", gone)
+    assert not watched.lives
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,10 @@ class _Process:
 
     @property
     def lives(self) -> bool:
-        return bool(self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE)
+        try:
+            return bool(self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:  # it went between the two questions
+            return False
 
     def _read(self) -> int | None:
         if not hasattr(self._process, "io_counters"):  # macOS
