@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from loopback import ext4_image
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import COPY_NAME, Manifest, manifest_path
+from runtime.drives.buffers import Buffer
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import Fault
 from runtime.drives.real import RealDevice
@@ -135,6 +137,9 @@ def test_forms_of_usage(large: Path, tmp_path: Path) -> None:
             ("1,4,1", "no expert 4"),
             ('{"layer": 1, "expert": 1}', "line 1"),
             ('{"layer": true, "expert": 1, "count": 1}', "line 1"),
+            ('{"layer": 1.7, "expert": 1, "count": 1}', "line 1"),
+            ('{"layer": 1e999, "expert": 1, "count": 1}', "line 1"),
+            ('{"layer": 1, "expert": 1, "count": 1%s}' % ("0" * 400), "line 1"),
             ("{", "line 1"),
         ):
             (tmp_path / "bad").write_text(text)
@@ -144,9 +149,11 @@ def test_forms_of_usage(large: Path, tmp_path: Path) -> None:
             np.save(tmp_path / "bad.npy", array)
             with pytest.raises(UsageError, match="--usage"):
                 read_usage(tmp_path / "bad.npy", checkpoint)
-        (tmp_path / "bad.npy").write_bytes(b"no array")
-        with pytest.raises(UsageError, match="no array"):
-            read_usage(tmp_path / "bad.npy", checkpoint)
+        np.savez(tmp_path / "several.npz", np.zeros((2, 2, 1), int))
+        for content in (b"no array", (tmp_path / "several.npz").read_bytes()):
+            (tmp_path / "bad.npy").write_bytes(content)
+            with pytest.raises(UsageError, match=r"--usage: .* is no NumPy file of integers"):
+                read_usage(tmp_path / "bad.npy", checkpoint)
         with pytest.raises(UsageError, match="cannot read"):
             read_usage(tmp_path / "none", checkpoint)
 
@@ -465,6 +472,24 @@ def test_stopped_it_keeps_what_it_has_written(
     assert len(right(small, to)) == 10
     with Checkpoint.open(small) as checkpoint:
         assert Manifest.load(to / COPY_NAME, checkpoint).known.sum() >= 10
+
+
+def test_a_source_that_hangs_can_be_left(cli: Command, small: Path, to: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def hang(self: opened.Copies, layer: int, expert: int) -> Buffer:
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(HANGS_S)
+        raise DeviceError(Fault.IO, "it came back")
+
+    monkeypatch.setattr(opened.Copies, "fetch", hang)
+    try:
+        assert cli(*line(small, to)).status == 130
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("drives-source")]
+        assert left
+        assert all(thread.daemon for thread in left), "the program would wait for it"
+    finally:
+        over.set()
 
 
 def test_a_home_that_cannot_be_written_is_a_note(

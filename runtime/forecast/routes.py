@@ -135,37 +135,47 @@ def recorded_window(routes: Routes, tokens: int, slots: int) -> Window:
     return _count(routes[:first] if slots else (), routes[first:], Cache(slots))
 
 
-def load_routes(path: Path, layers: int, experts: int, k: int) -> Routes:
-    """Recorded routes, a NumPy file of integers [positions, MoE layers, k]. Raises UsageError."""
+def read_routes(path: Path, option: str, layers: int, experts: int, k: int | None = None) -> Routes:
+    """Recorded routes, a NumPy file of integers [positions, MoE layers, k], of any k where None is asked for.
+
+    Raises UsageError, beginning with the option that named the file.
+    """
     try:
         with open(path, "rb") as file:
             found = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
-        raise UsageError(f"--routes: cannot read {path}: {error.strerror or error}") from None
+        raise UsageError(f"{option}: cannot read {path}: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
-        raise UsageError(f"--routes: {path} is no NumPy file of integers ({error})") from None
-    if (
-        found.ndim != 3
-        or not np.issubdtype(found.dtype, np.integer)
-        or found.shape[1:] != (layers, k)
-        or not len(found)
-    ):
+        raise UsageError(f"{option}: {path} is no NumPy file of integers ({error})") from None
+    shape = (layers, *found.shape[2:]) if k is None else (layers, k)
+    if found.ndim != 3 or found.dtype.kind not in "iu" or found.shape[1:] != shape or not found.size:
         raise UsageError(
-            f"--routes: {path} holds {found.dtype} of shape {list(found.shape)}; wanted integers "
-            f"[positions, {layers} MoE layers, {k} experts]"
+            f"{option}: {path} holds {found.dtype} of shape {list(found.shape)}; wanted integers "
+            f"[positions, {layers} MoE layers, {'k' if k is None else k} experts]"
         )
-    routes: Routes = np.sort(found, axis=2).astype(np.int64)
-    if routes.min() < 0 or routes.max() >= experts:
-        raise UsageError(f"--routes: {path} names expert {int(routes.max())}; wanted ids from 0 to {experts - 1}")
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high >= experts:
+        raise UsageError(f"{option}: {path} names experts {low} to {high}; wanted ids from 0 to {experts - 1}")
+    return np.asarray(found.astype(np.int64))
+
+
+def load_routes(path: Path, layers: int, experts: int, k: int) -> Routes:
+    """Recorded routes of a model with k experts a token, each token's ids ascending. Raises UsageError."""
+    routes = np.sort(read_routes(path, "--routes", layers, experts, k), axis=2)
     if (twice := np.argwhere(routes[..., 1:] == routes[..., :-1])).size:
         position, layer = twice[0][:2].tolist()
         raise UsageError(f"--routes: {path}: position {position}, MoE layer {layer} names an expert twice")
     return routes
 
 
+def uses(routes: Routes, experts: int) -> npt.NDArray[np.float64]:
+    """How often each expert is used, [MoE layers, experts]."""
+    return np.array([np.bincount(layer.ravel(), minlength=experts) for layer in routes.swapaxes(0, 1)], np.float64)
+
+
 def counts(routes: Routes, experts: int, seed: int) -> npt.NDArray[np.float64]:
-    """How often each expert is used, [MoE layers, experts]; equals are ranked by chance, by less than one use."""
-    used = np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in routes.swapaxes(0, 1)])
+    """`uses`, where equals are ranked by chance, by less than one use."""
+    used = uses(routes, experts)
     return np.asarray(used + np.random.default_rng([seed, 3]).random(used.shape))
 
 

@@ -6,8 +6,9 @@ written again; one that is wrong is, where `replicate` wrote it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from runtime.checkpoint import Checkpoint
@@ -109,30 +110,39 @@ class Replication:
 
     def _each(self, keys: Sequence[Key], do: Callable[[Key, memoryview, Digest], None], progress: Progress) -> None:
         """Do something with the right bytes of each expert, while a thread reads the next one."""
-        reader = ThreadPoolExecutor(1, "drives-source")
         unit = self.manifest.expert_nbytes
         ahead: Future[_Fetched] | None = None
-        try:
-            for number, key in enumerate(keys):
-                now = ahead or reader.submit(self._fetch, key)
-                while not wait((now,), LOOK_S).done:
-                    progress(self._done * unit, self._total * unit)
-                ahead = reader.submit(self._fetch, keys[number + 1]) if number + 1 < len(keys) else None
-                buffer, found, why = now.result()
-                if buffer is None or found is None:
-                    self.outcome.lost.append(f"layer {key[0]} expert {key[1]}: {why}")
-                else:
-                    if self.manifest.get(*key) is None:
-                        self.manifest.put(*key, found)
-                        self.learned += 1
-                    try:
-                        do(key, buffer.view, found)
-                    finally:
-                        buffer.release()
-                self._done += 1
+        for number, key in enumerate(keys):
+            now = ahead or self._begin(key)
+            while not wait((now,), LOOK_S).done:
                 progress(self._done * unit, self._total * unit)
-        finally:
-            reader.shutdown(wait=False, cancel_futures=True)
+            ahead = self._begin(keys[number + 1]) if number + 1 < len(keys) else None
+            buffer, found, why = now.result()
+            if buffer is None or found is None:
+                self.outcome.lost.append(f"layer {key[0]} expert {key[1]}: {why}")
+            else:
+                if self.manifest.get(*key) is None:
+                    self.manifest.put(*key, found)
+                    self.learned += 1
+                try:
+                    do(key, buffer.view, found)
+                finally:
+                    buffer.release()
+            self._done += 1
+            progress(self._done * unit, self._total * unit)
+
+    def _begin(self, key: Key) -> Future[_Fetched]:
+        """Fetch on a daemon thread: an executor's would have the program wait at its end for a read that hangs."""
+        coming: Future[_Fetched] = Future()
+
+        def fetch() -> None:
+            try:
+                coming.set_result(self._fetch(key))
+            except BaseException as error:
+                coming.set_exception(error)
+
+        threading.Thread(target=fetch, name="drives-source", daemon=True).start()
+        return coming
 
     def _fetch(self, key: Key) -> _Fetched:
         """The expert from the first source that gives what the manifest says. Where that says nothing, the first source

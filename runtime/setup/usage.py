@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UsageError
+from runtime.forecast.routes import read_routes, uses
 
 Counts = npt.NDArray[np.float64]
 """[MoE layers, experts]"""
@@ -33,29 +34,13 @@ def hottest_first(counts: Counts) -> list[tuple[int, int]]:
 
 def read_usage(path: Path, checkpoint: Checkpoint) -> Counts:
     """Counts from a file. Raises UsageError naming the line for what is not understood, or no expert of the model."""
+    if path.suffix == ".npy":
+        layers, experts = checkpoint.experts_here.shape
+        return uses(read_routes(path, "--usage", layers, experts), experts)
     try:
-        return _from_routes(path, checkpoint) if path.suffix == ".npy" else _from_lines(path, checkpoint)
+        return _from_lines(path, checkpoint)
     except OSError as error:
         raise UsageError(f"--usage: cannot read {path}: {error.strerror or error}") from None
-
-
-def _from_routes(path: Path, checkpoint: Checkpoint) -> Counts:
-    counts: Counts = np.zeros(checkpoint.experts_here.shape)
-    try:
-        routes = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"--usage: {path} is no array: {error}; give {FORMS}") from None
-    layers, experts = counts.shape
-    if routes.ndim != 3 or routes.dtype.kind not in "iu" or routes.shape[1] != layers:
-        raise UsageError(
-            f"--usage: {path} is {routes.dtype} {list(routes.shape)}, wanted integers [positions, {layers}, k]: "
-            "the experts of each position and MoE layer"
-        )
-    if routes.size and not 0 <= routes.min() <= routes.max() < experts:
-        raise UsageError(f"--usage: {path} names experts {routes.min()} to {routes.max()}, the model has {experts:,}")
-    for row in range(layers):
-        counts[row] = np.bincount(routes[:, row].ravel(), minlength=experts)
-    return counts
 
 
 def _from_lines(path: Path, checkpoint: Checkpoint) -> Counts:
@@ -83,13 +68,12 @@ def _numbers(line: str) -> tuple[int, int, float] | None:
     try:
         if line.lstrip().startswith("{"):
             entry: dict[str, Any] = json.loads(line)
-            values = [entry["layer"], entry["expert"], entry["count"]]
-            if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+            layer, expert, count = (entry[name] for name in ("layer", "expert", "count"))
+            if not type(layer) is type(expert) is int or type(count) not in (int, float):
                 return None
         else:
-            values = line.split(",")
-        layer, expert, count = values
+            layer, expert, count = line.split(",")
         found = int(layer), int(expert), float(count)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return found if np.isfinite(found[2]) and found[2] >= 0 else None
