@@ -33,7 +33,6 @@ from typing import Any
 import psutil
 
 from runtime.drives.trace import load as load_trace
-from runtime.weights.placement import MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SCHEMA = "expertstream.run/1"
@@ -149,7 +148,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             "disks": None,
         }
         if trace is not None and trace.exists():
-            result |= _traced(trace, result["run"])
+            result |= _traced(trace)
             if place.traces is not None:
                 place.traces.mkdir(parents=True, exist_ok=True)
                 kept = place.traces / f"{_plain(arm.name)}-{number + 1}.csv.gz"
@@ -209,17 +208,14 @@ class _Process:
         return None
 
 
-def _traced(trace: Path, run: Record | None) -> Record:
+def _traced(trace: Path) -> Record:
     """From the trace: its head, and by disk what the arm read there and what others did."""
     head = load_trace(trace).about
     for known in ("settings", "model"):  # as in the run record
         head.pop(known, None)
-    trunk = run["io"]["by_kind"]["trunk"] if run and "io" in run else 0
     disks: Record = {}
     for disk, done in head.get("disks", {}).items():
         own = sum(head["drives"][name]["device_bytes"] for name in done["drives"] if name in head["drives"])
-        if MODEL in done["drives"] or MODEL not in head["drives"]:
-            own += trunk  # or it came from memory: rather too much is taken for ours than too little
         disks[disk] = {
             "drives": done["drives"],
             "read_bytes": done["read_bytes"],

@@ -30,7 +30,7 @@ from runtime.config import ModelConfig
 from runtime.drives.crew import Counts
 from runtime.drives.trace import TraceLog
 from runtime.generate import Engine, Session
-from runtime.generate.engine import DEFAULT_CHUNK
+from runtime.generate.plan import LONGEST_CHUNK
 from runtime.home import home
 from runtime.ops import cpu
 from runtime.weights.experts import COPYING, ExpertStore
@@ -235,7 +235,7 @@ def opened(there: Place, cell: Cell, backend: str = "cpu", seed: int = 0) -> Ite
                 model,
                 backend=backend,
                 threads=int(cell["threads"]) if backend == "cpu" else None,
-                chunk=DEFAULT_CHUNK if chunk == "whole" else int(chunk),
+                chunk=LONGEST_CHUNK if chunk == "whole" else int(chunk),
                 expert_cache=there.cache_bytes(cell["cache"]),
                 layout=layout,
                 trace=TraceLog() if tracing else None,
@@ -311,7 +311,7 @@ def check_settings(engine: Engine, cell: Cell) -> None:
     assert engine.checks.mode == cell["verify"]
     guesses = cell["prefetch"] != "off" and cell["cache"] != "one top-k"
     assert (engine.prefetch == "on") == guesses or engine.experts.guess_limit < 1, engine.prefetch
-    assert engine.chunk == min(engine.context, DEFAULT_CHUNK if cell["chunk"] == "whole" else int(cell["chunk"]))
+    assert engine.chunk == min(engine.context, LONGEST_CHUNK if cell["chunk"] == "whole" else int(cell["chunk"]))
 
 
 def check_books(engine: Engine, victim: str = "") -> None:

@@ -38,7 +38,8 @@ class Lent(Engine):
 
 def lend(engine: Engine, snapshots: int = 0, **changed: Any) -> Lent:
     values = {f.name: getattr(engine, f.name) for f in fields(engine)}
-    return Lent(**values | {"plan": replace(engine.plan, snapshots=snapshots)} | changed)
+    parts = {**engine.plan.parts, "snapshots": snapshots}
+    return Lent(**values | {"plan": replace(engine.plan, parts=parts)} | changed)
 
 
 class ScriptedModel:

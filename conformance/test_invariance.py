@@ -64,7 +64,7 @@ def test_the_number_of_threads_does_not_matter(
     with mock.patch.object(engine.ops._pool, "submit", wraps=engine.ops._pool.submit) as submit:  # type: ignore[attr-defined]
         assert answer(engine) == whole["cpu"]
     kernels = {call.args[0].__qualname__.split(".")[1] for call in submit.call_args_list}
-    assert kernels == {"linear", "expert_mlp", "delta_rule", "latent_attention"}
+    assert kernels == {"_multiply", "expert_mlp", "delta_rule", "latent_attention"}
     assert submit.call_count >= (threads - 1) * NEW * engine.config.num_hidden_layers
 
 

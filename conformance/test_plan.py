@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from runtime.checkpoint import Checkpoint
 from runtime.errors import DoesNotFitError
-from runtime.generate.plan import MemoryPlan, cgroup_limit, make_plan, memory_limit, size
+from runtime.generate.limits import Limit, cgroup_room, memory_limit
+from runtime.generate.plan import MemoryPlan, Supply, Wanted, make_plan, size
 from runtime.setup.synth import synthesize
 from runtime.weights.experts import staging_floor
 
@@ -22,50 +29,49 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def plan(path: Path, **changes: object) -> MemoryPlan:
+def plan(path: Path, supply: Supply | None = None, **changes: object) -> MemoryPlan:
     asked = {
         "backend": "cpu",
         "threads": 1,
         "context": 100,
         "chunk": 10,
         "memory": 4 * 10**9,
-        "expert_cache": None,
     } | changes
     with Checkpoint.open(path) as checkpoint:
-        return make_plan(checkpoint, **asked)  # type: ignore[arg-type]
+        return make_plan(checkpoint, Wanted(**asked), supply)  # type: ignore[arg-type]
 
 
 def test_the_least_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
     own = tmp_path / "own"
     write(own, "0::/user.slice/model.scope")
     write(tmp_path / "fs" / "user.slice" / "model.scope" / "memory.max", "max")
-    assert cgroup_limit(tmp_path / "fs", own) is None
+    assert cgroup_room(0, tmp_path / "fs", own) is None
     write(tmp_path / "fs" / "user.slice" / "memory.max", "7000000000")
-    assert cgroup_limit(tmp_path / "fs", own) == 7_000_000_000
+    assert cgroup_room(0, tmp_path / "fs", own) == 7_000_000_000
     write(tmp_path / "fs" / "user.slice" / "model.scope" / "memory.max", "5000000000")
-    assert cgroup_limit(tmp_path / "fs", own) == 5_000_000_000
+    assert cgroup_room(0, tmp_path / "fs", own) == 5_000_000_000
     write(tmp_path / "fs" / "other.slice" / "memory.max", "1000")
-    assert cgroup_limit(tmp_path / "fs", own) == 5_000_000_000
+    assert cgroup_room(0, tmp_path / "fs", own) == 5_000_000_000
 
 
 def test_version_1_names_its_memory_group_and_a_huge_number_is_no_limit(tmp_path: Path) -> None:
     own = tmp_path / "own"
     write(own, "9:name=systemd:/\n4:memory:/jobs/one\n1:cpu:/\n0::/")
     write(tmp_path / "memory" / "memory.limit_in_bytes", str(2**63 - 4096))
-    assert cgroup_limit(tmp_path, own) is None
+    assert cgroup_room(0, tmp_path, own) is None
     write(tmp_path / "memory" / "jobs" / "one" / "memory.limit_in_bytes", "3000000000")
-    assert cgroup_limit(tmp_path, own) == 3_000_000_000
+    assert cgroup_room(0, tmp_path, own) == 3_000_000_000
 
 
 def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
-    assert cgroup_limit(tmp_path / "nothing", tmp_path / "nothing") is None
+    assert cgroup_room(0, tmp_path / "nothing", tmp_path / "nothing") is None
 
 
 def test_what_is_asked_for_is_the_limit() -> None:
-    assert memory_limit(5) == (5, "--memory")
-    limit, source = memory_limit(None)
-    assert limit > 0
-    assert source in ("available memory", "cgroup limit")
+    assert memory_limit(5) == Limit(5, "--memory")
+    found = memory_limit(None)
+    assert found.nbytes > found.reserve > 0
+    assert found.source in ("available memory", "cgroup limit")
 
 
 @pytest.fixture
@@ -81,11 +87,11 @@ def test_the_cache_takes_what_is_left_and_no_more_than_there_are_experts(tiny: P
         everything = 8 * 16 * checkpoint.expert_nbytes
         floor = staging_floor(checkpoint)
     roomy = plan(tiny)
-    assert roomy.expert_cache == everything
+    assert roomy["expert_cache"] == everything
     tight = plan(tiny, memory=roomy.total - everything // 2)
-    assert floor < tight.expert_cache == everything - everything // 2
-    assert tight.total == tight.limit
-    assert plan(tiny, reuse=False).expert_cache == floor
+    assert floor < tight["expert_cache"] == everything - everything // 2
+    assert tight.total == tight.limit.nbytes
+    assert plan(tiny, reuse=False)["expert_cache"] == floor
 
 
 def test_too_little_is_refused_with_the_least_that_would_do(tiny: Path) -> None:
@@ -98,8 +104,8 @@ def test_too_little_is_refused_with_the_least_that_would_do(tiny: Path) -> None:
 def test_a_longer_context_costs_state_and_a_longer_chunk_activations(tiny: Path) -> None:
     short, long = plan(tiny), plan(tiny, context=1000)
     # 3 MLA layers, a latent of 32 and a shared key of 16 per position, float32, old state and new.
-    assert long.state - short.state == 2 * 900 * 3 * 48 * 4
-    assert plan(tiny, chunk=20).activations > short.activations
+    assert long["state"] - short["state"] == 2 * 900 * 3 * 48 * 4
+    assert plan(tiny, chunk=20)["activations"] > short["activations"]
 
 
 @pytest.mark.parametrize(
@@ -130,3 +136,76 @@ def test_a_run_stays_within_its_plan(backend: str, trunk: str, wide: Path) -> No
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)["memory"]
     assert 10**8 < memory["peak_rss_bytes"] <= memory["plan"]["total"] <= memory["budget_bytes"]
+
+
+# -- the trunk is streamed ---------------------------------------------------------------------------------------------
+
+LIMIT = ["--simulate-drive", "a=900MB/s"]
+
+
+def child(*arguments: object, before: str = "") -> dict[str, Any]:
+    """The record of a run in a process of its own."""
+    line = shlex.join([sys.executable, "-m", "runtime", "run", "--json", *map(str, arguments)])
+    done = subprocess.run(f"{before} exec {line}", shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose trunk is far more than what a process holds otherwise: 205 MB, half of it the head."""
+    path = tmp_path_factory.mktemp("heavy") / "heavy"
+    synthesize("tiny", path, layers=4, vocab=400_000)
+    (path / "tiktoken.model").unlink()
+    return path
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_a_run_that_streams_stays_within_its_plan(backend: str, heavy: Path) -> None:
+    if backend == "mlx":
+        pytest.importorskip("mlx.core", reason="needs MLX")
+    options = ["--model", heavy, "--backend", backend, "--context", 400, "--max-new", 3, "--logits-hash"]
+    options += ["--prompt-ids", ",".join(str(i * 37 % 1000) for i in range(300)), *LIMIT]
+    whole = child(*options)
+    assert whole["memory"]["plan"]["trunk_read_per_token"] == 0
+    trunk = whole["memory"]["plan"]["trunk"]
+    streamed = child(*options, "--memory", whole["memory"]["plan"]["total"] - trunk + 60_000_000)
+    memory = streamed["memory"]
+    assert streamed["logits_sha256"] == whole["logits_sha256"]
+    assert memory["plan"]["trunk_read_per_token"] > trunk // 3
+    assert memory["peak_rss_bytes"] <= memory["plan"]["total"] <= memory["budget_bytes"]
+    assert memory["peak_rss_bytes"] < whole["memory"]["peak_rss_bytes"] - trunk // 3, "it would not fit otherwise"
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory control group of version 1 below this process's own."""
+    own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
+    if own is None:
+        pytest.skip("there is no memory controller of version 1")
+    path = Path("/sys/fs/cgroup/memory") / own.split(":", 2)[2].strip("/") / f"plan-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error.strerror}")
+    yield path
+    for _ in range(100):
+        with suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.05)
+
+
+def test_in_a_memory_control_group(heavy: Path, group: Path) -> None:
+    """The kernel ends what goes beyond: the limit is found, the trunk streamed, and the page cache does not count."""
+    options = ["--model", heavy, "--backend", "cpu", "--context", 64, "--max-new", 2, "--prompt-ids", "1,2,3", *LIMIT]
+    whole = child(*options)["memory"]["plan"]
+    limit = int((whole["total"] - whole["trunk"] + 80_000_000) / 0.9) // 4096 * 4096
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    record = child(*options, before=f"echo $$ > {group}/cgroup.procs && cat {heavy}/*.safetensors > /dev/null &&")
+    plan = record["memory"]["plan"]
+    assert plan["source"] == "cgroup limit"
+    assert plan["limit"] + plan["reserve"] <= limit
+    assert plan["limit"] + plan["reserve"] > 0.95 * limit, "what was read through the page cache is given back"
+    assert plan["trunk_read_per_token"] > 0

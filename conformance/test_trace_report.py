@@ -259,7 +259,7 @@ def test_the_report_of_a_run(cli: Command, traced: Path) -> None:
         counts = about["drives"][name]
         assert drive["bytes"] == counts["requested_bytes"] - counts["checked_bytes"]
         assert counts["device_bytes"] >= drive["device_bytes"] >= drive["bytes"]
-    assert sum(d["bytes"] for d in record["drives"].values()) == about["kinds"]["demand"]
+    assert sum(d["bytes"] for d in record["drives"].values()) == about["kinds"]["demand"] + about["kinds"]["trunk"]
     assert record["barriers"]["barriers"] == sum(r["barriers"] for r in record["last_by_drive"])
     assert record["barriers"]["barriers"] == sum(r["barriers"] for r in record["by_width"])
     assert record["barriers"]["barriers"] == 5 * len(record["by_layer"]), "one for each layer with experts and pass"

@@ -76,7 +76,10 @@ VerifyReadsOption = Annotated[
     typer.Option("--verify-reads", help="Which reads of experts are compared with the manifest."),
 ]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Read no expert before it is routed.")]
-Chunk = Annotated[int, typer.Option(help="Prompt tokens computed together.")]
+Chunk = Annotated[
+    int | None,
+    typer.Option(help="Prompt tokens computed together. [default: all, up to 8192, as memory allows]"),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
 TraceOption = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Write down every read, for `trace report`.")
@@ -119,7 +122,7 @@ def run(
     trunk: TrunkOption = "bf16",
     memory: Memory = None,
     expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     threads: Threads = None,
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
@@ -171,7 +174,7 @@ def chat(
     trunk: TrunkOption = "bf16",
     memory: Memory = None,
     expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     threads: Threads = None,
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
@@ -270,7 +273,7 @@ def serve(
     trunk: TrunkOption = "bf16",
     memory: Memory = None,
     expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Chunk = None,
     threads: Threads = None,
     drive: DriveOption = None,
     simulate_drive: SimulatedDrive = None,
@@ -392,7 +395,7 @@ def forecast(
     fixed_s: Annotated[float, typer.Option(help="Seconds a token beside the reads.")] = 0.0,
     expert_cache: ExpertCache = None,
     prompt: Annotated[int, typer.Option(metavar="N", help="Tokens before the first one; 0 for no first token.")] = 512,
-    prefill_chunk: Chunk = 512,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed together.")] = 512,
     seed: Annotated[int, typer.Option(help="Same seed, same forecast.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")] = False,
 ) -> None:
@@ -448,7 +451,7 @@ def _loading(
     trunk: Literal["bf16", "int8"],
     threads: int | None,
     context: int | None,
-    prefill_chunk: int,
+    prefill_chunk: int | None,
     memory: str | None,
     expert_cache: str | None,
     drives: list[str] | None,

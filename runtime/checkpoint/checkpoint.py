@@ -103,8 +103,27 @@ class Checkpoint:
         A_log comes as [num_heads], a convolution as [P, K], dt_bias as [P], however the file holds them.
         KeyError when the model has no such tensor; StorageError when it cannot be read.
         """
+        return self._in_shape(name, self._read_stored(name))
+
+    def view(self, name: str, data: memoryview) -> npt.NDArray[Any]:
+        """A trunk tensor as `read` gives it, in its stored bytes, which somebody has read.
+
+        Where their address does not fit the dtype, it is a copy.
+        """
+        span = self._trunk[name]
+        values = np.frombuffer(data[: span.nbytes], _NUMPY[span.dtype])
+        return self._in_shape(name, values if values.flags.aligned else values.copy())
+
+    def view_rows(self, name: str, data: memoryview) -> npt.NDArray[Any]:
+        """Rows of a trunk matrix as `read_rows` gives them, in their bytes, which somebody has read."""
+        span, columns = self._trunk[name], self._specs[name].shape[1]
+        values = np.frombuffer(data, _NUMPY[span.dtype]).reshape(-1, columns)
+        return values if values.flags.aligned else values.copy()
+
+    def _in_shape(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """All stored values of a trunk tensor in the model's shape."""
         shape = self._specs[name].shape
-        return self._read_stored(name)[: math.prod(shape)].reshape(shape)
+        return stored[: math.prod(shape)].reshape(shape)
 
     def read_rows(self, name: str, first: int, last: int) -> npt.NDArray[Any]:
         """Rows `first` to `last` of a trunk matrix [rows, columns], as `read` gives them, and no others are read.

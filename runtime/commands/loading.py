@@ -16,7 +16,7 @@ from runtime.drives.trace import TraceLog
 from runtime.errors import UsageError
 from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
-from runtime.generate.engine import DEFAULT_CHUNK, default_backend, default_threads
+from runtime.generate.engine import default_backend, default_threads
 from runtime.model.timeline import Timeline
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
@@ -34,8 +34,11 @@ COMPILED_ALWAYS = (
     "so at every start, part of a minute"
 )
 
-Ready = Callable[[Checkpoint, Tokenizer | None], None]
-"""Called when the checkpoint is open and nothing of it is loaded: the time to refuse a request."""
+Ready = Callable[[Checkpoint, Tokenizer | None], int | None]
+"""Called when the checkpoint is open and nothing of it is loaded: the time to refuse a request.
+
+Says how many tokens the only prompt has; None when there will be others.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Loading:
     threads: int | None = None
     trunk: Precision = "bf16"
     context: int | None = None
-    prefill_chunk: int = DEFAULT_CHUNK
+    prefill_chunk: int | None = None
     memory: int | None = None
     expert_cache: int | None = None
     reuse: bool = True
@@ -96,7 +99,6 @@ class Loading:
 
         def announce(
             checkpoint: Checkpoint,
-            tokenizer: Tokenizer | None,
             plan: MemoryPlan,
             drives: Drives | None,
             checks: ReadChecks,
@@ -119,7 +121,8 @@ class Loading:
             for note in checks.notes:
                 say(f"         {note}")
             say(f"memory   {plan}")
-            ready(checkpoint, tokenizer)
+            if plan.streaming:
+                say(f"trunk    {plan.streaming}")
             if backend == "cpu":
                 _compile(stop)
 
@@ -145,6 +148,7 @@ class Loading:
                 timeline=timeline,
                 verify_reads=self.verify_reads,
                 prefetch=self.prefetch,
+                prompt=ready,
                 announce=announce,
                 progress=advanced,
             )

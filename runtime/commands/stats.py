@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, precision, timing, waiting
+from runtime.weights.ahead import TRUNK
 from runtime.weights.layout import Drives
 from runtime.weights.prefetch import PREDICTORS
 
@@ -27,15 +28,15 @@ def token_line(number: int, step: Step, piece: str) -> str:
 
 
 def read_lines(engine: Engine) -> list[tuple[str, str]]:
-    """What was read from each drive. The trunk is read from the model directory, whatever drives there are."""
-    plain = engine.checkpoint
-    lines = [
-        ("read in all" if engine.drives is None else "trunk", f"{size(plain.bytes_read)} in {plain.reads:,} reads")
-    ]
-    for name, counts in engine.drives.counts()[0].items() if engine.drives is not None else ():
+    """What was read of the trunk, and from each drive."""
+    if engine.drives is None:
+        return [("read in all", f"{size(engine.checkpoint.bytes_read)} in {engine.checkpoint.reads:,} reads")]
+    by_drive, by_kind, _ = engine.drives.counts()
+    lines = [("trunk", f"{size(c.requested_bytes)} in {c.reads:,} reads") for k, c in by_kind.items() if k == TRUNK]
+    for name, counts in by_drive.items():
         trouble = f", {counts.errors:,} failed" if counts.errors else ""
         lines.append((f"drive {name}", f"{size(counts.requested_bytes)} in {counts.reads:,} reads{trouble}"))
-    return lines + ([] if engine.drives is None else _kernel_lines(engine.drives))
+    return lines + _kernel_lines(engine.drives)
 
 
 def _kernel_lines(drives: Drives) -> list[tuple[str, str]]:
@@ -103,6 +104,6 @@ def table(session: Session, steps: Sequence[Step]) -> str:
         *prefetch_lines(engine),
         ("expert cache", f"{size(stats.peak_bytes)} at most, of {size(engine.experts.budget_bytes)}"),
         *read_lines(engine),
-        ("memory", f"{size(peak_rss_bytes())} at most, {size(plan.total)} planned, of {size(plan.limit)}"),
+        ("memory", f"{size(peak_rss_bytes())} at most, {size(plan.total)} planned, of {size(plan.limit.nbytes)}"),
     ]
     return str(tabulate(rows, tablefmt="plain", disable_numparse=True))

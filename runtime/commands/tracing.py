@@ -51,11 +51,13 @@ class Tracing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._engine is None or self._log is None:
+        if self._log is None or (self._engine is None and self._log.empty):
             return
-        about = about_run(self._engine, self._loading.note, _ended(error))
-        if self._timeline is not None and self._drawn is not None:
-            self._write("timeline", self._drawn, error, partial(self._draw, self._timeline, self._log, about))
+        about: dict[str, Any] = {"ended": _ended(error), "model": None, "settings": None}
+        if self._engine is not None:
+            about = about_run(self._engine, self._loading.note, _ended(error))
+            if self._timeline is not None and self._drawn is not None:
+                self._write("timeline", self._drawn, error, partial(self._draw, self._timeline, self._log, about))
         if self._file is not None:
             self._write("trace", self._file, error, partial(self._put_down, self._log, about))
 

@@ -186,8 +186,8 @@ class Board:
                 continue
             start, length = attempt.todo.pop()
             wish = float(length) if len(pool.members) == 1 else min(quota, max(queue.quota[d] / TAKE, 2 * least))
-            if bounce or not demand:
-                wish = min(wish, self.policy.prefetch_slice_bytes)
+            bulk = demand and not bounce
+            wish = min(wish, self.policy.max_slice_bytes if bulk else self.policy.prefetch_slice_bytes)
             size = cut(start, length, wish, least, self.policy.cut_bytes)
             if size < length:
                 attempt.todo.append((start + size, length - size))

@@ -82,6 +82,12 @@ class Buffer:
         self._pool.give(self)
         self._pool.after_release()
 
+    def keep(self) -> memoryview:
+        """Instead of `release`: the bytes are the caller's for good, and count in the pool no more."""
+        self._pool.part_with(self)
+        self._pool.after_release()
+        return self.view
+
 
 class BufferPool:
     """Buffers in use and spare ones, together never above `limit_bytes` as long as `fits` is asked first.
@@ -112,12 +118,13 @@ class BufferPool:
         """Memory mapped now, in use or spare."""
         return self.in_use + self._spare_bytes
 
-    def take(self, nbytes: int, phase: int = 0) -> Buffer:
+    def take(self, nbytes: int, phase: int = 0, room: int = 0) -> Buffer:
         """A buffer of `nbytes` at `phase`. Its bytes may be anything. Never refused: the limit is the caller's to keep.
 
-        Beyond the limit nothing is kept when it is given back.
+        room: what it could hold at least, so that buffers of several sizes serve each other. Beyond the limit nothing
+        is kept when it is given back.
         """
-        capacity = self.cost(nbytes)
+        capacity = self.cost(max(nbytes, room))
         with self._lock:
             same = self._spare.get(capacity)
             if same:
@@ -135,16 +142,31 @@ class BufferPool:
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Raises ValueError for one that is not out: it was given back before."""
         with self._lock:
-            if buffer not in self._out:
-                raise ValueError("this buffer was given back before")
-            self._out.remove(buffer)
+            self._leaves(buffer)
             capacity = buffer.capacity
-            self.in_use -= capacity
             if self.held_bytes + capacity <= self.limit_bytes:
                 self._spare.setdefault(capacity, []).append(buffer._memory)
                 self._spare_bytes += capacity
             else:
                 self._unmake(buffer._memory)
+
+    def part_with(self, buffer: Buffer) -> None:
+        """Somebody keeps a buffer. Raises ValueError for one that is not out."""
+        with self._lock:
+            self._leaves(buffer)
+
+    def resize(self, limit_bytes: int) -> None:
+        """Another limit from now on. What is in use stays."""
+        with self._lock:
+            self.limit_bytes = limit_bytes
+            self._drop_spares(limit_bytes - self.in_use)
+        self.after_release()
+
+    def _leaves(self, buffer: Buffer) -> None:
+        if buffer not in self._out:
+            raise ValueError("this buffer was given back before")
+        self._out.remove(buffer)
+        self.in_use -= buffer.capacity
 
     def warm(self, nbytes: int, count: int) -> None:
         """Map and touch memory for `count` buffers of `nbytes`, as far as the limit goes, before reads need it."""

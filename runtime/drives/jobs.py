@@ -73,12 +73,14 @@ class Job:
     """Bytes that are wanted, and every copy of them: one span per holder, all of one length.
 
     `barrier` orders the work: a lower number is needed sooner. A layer's jobs carry the same number.
+    room: what its buffer could hold at least, so that the buffers of jobs of several lengths serve each other.
     """
 
     key: Key
     spans: tuple[Span, ...]
     priority: Priority = Priority.DEMAND
     barrier: int = 0
+    room: int = 0
 
     @property
     def length(self) -> int:
@@ -145,6 +147,8 @@ class Policy:
     """No cut makes a part smaller than this."""
     cut_bytes: int = MIB
     """Jobs are cut at multiples of this, counted from the job's first byte: the grain of the checksums."""
+    max_slice_bytes: int = 64 * MIB
+    """The most that is read at once: what is longer is read side by side, and less is read again when it fails."""
     prefetch_slice_bytes: int = 8 * MIB
     """The most a prefetch may have in flight on a drive."""
     deadline_floor_s: float = 0.25
@@ -182,6 +186,8 @@ class Policy:
             raise ValueError("min_slice_bytes is not a multiple of cut_bytes")
         if self.prefetch_slice_bytes < 2 * self.min_slice_bytes + self.cut_bytes:
             raise ValueError("prefetch_slice_bytes is smaller than what may be impossible to cut")
+        if self.max_slice_bytes < self.prefetch_slice_bytes:
+            raise ValueError("max_slice_bytes is smaller than prefetch_slice_bytes")
         if min(self.max_bounces, self.max_tries, self.lost_after_checks) < 1:
             raise ValueError("max_bounces, max_tries and lost_after_checks are at least 1")
 

@@ -351,7 +351,7 @@ class Reader:
             raise ValueError(f"job {job.key!r}: its drives are {[s.drive for s in job.spans]}, of {list(self._crews)}")
         if any(s.length != job.length or s.length < 1 or s.offset < 0 for s in job.spans):
             raise ValueError(f"job {job.key!r}: its spans are not all of one positive length")
-        cost = self.pool.cost(job.length)
+        cost = self.pool.cost(max(job.length, job.room))
         if cost > self.pool.limit_bytes:
             raise DoesNotFitError(
                 f"job {job.key!r} needs a buffer of {cost} bytes, all buffers together may have "
@@ -534,7 +534,7 @@ class Reader:
         ticket = self._tickets[part.key]
         buffer = self._leases.get(part.lease)
         if buffer is None:
-            buffer = self._leases[part.lease] = self.pool.take(part.job_bytes, part.phase)
+            buffer = self._leases[part.lease] = self.pool.take(part.job_bytes, part.phase, ticket.job.room)
             if not ticket.leased:
                 ticket.leased = True
                 self._promised -= ticket.cost

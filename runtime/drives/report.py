@@ -124,7 +124,7 @@ class Analysis:
 
     def _barriers(self) -> Iterable[Barrier]:
         s, names = self.slices, self.trace.names["drive"]
-        held = np.flatnonzero(self.winning & ~np.isnan(s["needed"]))
+        held = np.flatnonzero(self.winning & ~np.isnan(s["needed"]) & (s["layer"] >= 0))  # experts
         known = s["token"][held] >= 0
         held = held[np.lexsort((s["barrier"][held], np.where(known, s["needed"][held], -1.0)))]
         total_rate = float(np.nansum(self.rates))
@@ -251,7 +251,7 @@ class Analysis:
 def report(analysis: Analysis, top: int = 10) -> dict[str, Any]:
     """Everything, as JSON (docs/trace.md), with the `top` worst barriers."""
     trace, kinds = analysis.trace, ("demand", "prefetch", "retry", "hedge")
-    layers = np.unique(analysis.slices["layer"]).tolist()
+    layers = [layer for layer in np.unique(analysis.slices["layer"]).tolist() if layer >= 0]
     prefetch = analysis.prefetch(analysis.drive_of, range(len(analysis.drives)))
     return {
         "schema": SCHEMA,

@@ -105,6 +105,11 @@ class TraceLog:
         self._details: dict[int, str] = {}
         self._lock = threading.Lock()
 
+    @property
+    def empty(self) -> bool:
+        """Nothing was read so far."""
+        return not self._names["drive"]
+
     @staticmethod
     def nbytes(limit: int = LIMIT) -> int:
         """Memory of a log that is full."""

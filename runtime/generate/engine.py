@@ -22,7 +22,7 @@ from runtime.config import ModelConfig
 from runtime.drives.trace import TraceLog
 from runtime.drives.waits import NOTHING, Waited
 from runtime.errors import CheckpointError, UsageError
-from runtime.generate.plan import MemoryPlan, element_size, make_plan
+from runtime.generate.plan import MemoryPlan, Supply, Wanted, element_size, make_plan
 from runtime.generate.sampling import Choose, Logits, greedy
 from runtime.generate.snapshots import Snapshot
 from runtime.model.k3 import K3
@@ -42,11 +42,8 @@ from runtime.weights.trunk import Precision, Trunk
 GUESSED_LAYERS = 4
 """As many experts as so many layers' top-k may be guessed at once; one layer's, where experts are copied."""
 
-DEFAULT_CHUNK = 512
-"""Prompt tokens computed together when nothing is asked for."""
 
-
-Announce = Callable[[Checkpoint, "Tokenizer | None", MemoryPlan, "Drives | None", ReadChecks], None]
+Announce = Callable[[Checkpoint, MemoryPlan, "Drives | None", ReadChecks], None]
 """Told what is about to be loaded, and how."""
 
 
@@ -189,7 +186,7 @@ class Engine:
         threads: int | None = None,
         trunk: Precision = "bf16",
         context: int | None = None,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         memory: int | None = None,
         expert_cache: int | None = None,
         reuse: bool = True,
@@ -199,12 +196,15 @@ class Engine:
         timeline: Timeline | None = None,
         verify_reads: VerifyReads = "first",
         prefetch: bool | None = None,
+        prompt: Callable[[Checkpoint, Tokenizer | None], int | None] | None = None,
         announce: Announce | None = None,
         progress: Progress | None = None,
     ) -> Engine:
-        """Open the checkpoint at `path`, plan the memory, tell `announce`, then compile and read the trunk.
+        """Open the checkpoint at `path`, ask `prompt`, plan the memory, tell `announce`, then compile, read the trunk.
 
-        What can be refused from the checkpoint's head alone, a prompt for one, `announce` refuses in time.
+        `prompt` says how many tokens the only prompt has, None when there will be others, and refuses in time what can
+        be refused from the checkpoint's head alone. chunk: prompt tokens computed together; None: as many as the
+        memory allows.
         `trunk`: "int8" is not weight-exact. `context` bounds a session's tokens. `memory`, `expert_cache` and
         `snapshots`, what is set aside for those, are bytes (None: the default); `reuse` off keeps no expert between
         tokens. `layout`: where experts are, beside the model directory; `verify_reads`: which reads of them are
@@ -213,15 +213,16 @@ class Engine:
         Raises CheckpointError, DoesNotFitError, StorageError, UsageError.
         """
         started = time.perf_counter()
-        if chunk < 1:
+        if chunk is not None and chunk < 1:
             raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
         layout = layout or Layout()
         checkpoint = Checkpoint.open(path, experts_elsewhere=bool(layout.directories))
         drives = None
         try:
             context = resolve_context(checkpoint.config, context)
-            chunk = min(chunk, context)
             backend = backend or default_backend()
+            tokenizer = load_tokenizer(checkpoint)
+            tokens = None if prompt is None else prompt(checkpoint, tokenizer)
             drives = open_drives(checkpoint, layout, trace)
             checks = ReadChecks.open(checkpoint, verify_reads, layout.paths(checkpoint.path))
             staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
@@ -231,36 +232,35 @@ class Engine:
             if copies and drives is not None:
                 staging += guesses * drives.unit_bytes
             threads = default_threads() if threads is None else threads
-            plan = make_plan(
-                checkpoint,
-                backend=backend,
-                threads=threads,
-                context=context,
-                chunk=chunk,
-                memory=memory,
-                expert_cache=expert_cache,
-                trunk=trunk,
-                reuse=reuse,
-                snapshots=snapshots,
-                unit_bytes=None if drives is None else drives.unit_bytes,
-                reading=checks.nbytes
-                + (0 if timeline is None else timeline.nbytes)
-                + (0 if drives is None else drives.extra_bytes + staging * copies),
-            )
-            tokenizer = load_tokenizer(checkpoint)
+            wanted = Wanted(backend, threads, context, tokens, chunk, memory, expert_cache, trunk, reuse, snapshots)
+            reading = checks.nbytes + (0 if timeline is None else timeline.nbytes)
+            supply = Supply(reading=reading)
+            if drives is not None:
+                reading += drives.extra_bytes + staging * copies
+                supply = Supply(drives.unit_bytes, reading, True, drives.alignment, drives.hedges)
+            plan = make_plan(checkpoint, wanted, supply)
             if announce is not None:
-                announce(checkpoint, tokenizer, plan, drives, checks)
+                announce(checkpoint, plan, drives, checks)
             ops = make_ops(backend, threads)
             if drives is None:
                 reads: Reads = PlainReads(checkpoint, checks)
             else:
-                reads = drives.start(
-                    staging if copies else plan.expert_cache, checks if checks.active else None, guesses
-                )
-            experts = ExpertStore(checkpoint, ops, plan.expert_cache, reuse, reads, Heat.load(checkpoint))
+                budget, verify = staging if copies else plan["expert_cache"], checks if checks.active else None
+                reads = drives.start(budget, verify, guesses, plan.trunk.buffer_bytes)
+            experts = ExpertStore(checkpoint, ops, plan["expert_cache"], reuse, reads, Heat.load(checkpoint))
             if guesses and not experts.guess_limit:
                 unguided = "the expert cache holds one layer's experts and no more"
-            weights = Trunk(checkpoint, ops, trunk, progress)
+            division = plan.trunk
+            weights = Trunk(
+                checkpoint,
+                ops,
+                trunk,
+                progress,
+                None if drives is None else drives.trunk_reads(),
+                division.streamed,
+                division.room_bytes,
+                division.block_bytes,
+            )
         except BaseException:
             if drives is not None:
                 drives.close()
@@ -274,7 +274,7 @@ class Engine:
             experts.waits.hear = timeline.waited
         seconds = time.perf_counter() - started
         told = f"off: {unguided}" if unguided else "on"
-        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, chunk, seconds, checks, drives, told)
+        return cls(checkpoint, ops, model, experts, tokenizer, plan, context, plan.chunk, seconds, checks, drives, told)
 
     def close(self) -> None:
         """Keep what was learned of the experts, close drives and files. Generating afterwards is an error."""
@@ -429,4 +429,4 @@ class Session:
 
     def _counts(self) -> tuple[int, int, int]:
         stats = self.engine.experts.stats
-        return stats.hits, stats.misses, stats.bytes_read
+        return stats.hits, stats.misses, stats.bytes_read + self.engine.model.trunk.streamed_bytes

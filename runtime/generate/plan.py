@@ -2,13 +2,19 @@
 
 Sizes are in bytes, and G in `--memory 24G` is 10⁹ bytes. The plan covers the whole process: `process` is the
 interpreter with its libraries as found, plus a margin for what they allocate later.
+
+What gets memory first saves most reads a byte. Without state and buffers nothing runs. A longer chunk saves whole
+passes over the experts of a prompt; it may have a quarter of what is left. A byte of the trunk saves a byte of every
+pass. A byte of the expert cache saves what its hit rate is; it has one layer's top-k before, or what was asked for.
+The embedding, of which a pass reads a row a token, comes last.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -16,55 +22,109 @@ from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import trunk_inventory
 from runtime.config import ModelConfig
 from runtime.errors import DoesNotFitError
+from runtime.generate.limits import Limit, memory_limit
 from runtime.model.state import state_nbytes
 from runtime.ops import Workload, backend_type
+from runtime.weights.division import EMBEDDING, Divider, Division
 from runtime.weights.experts import check_budget, staging_floor
-from runtime.weights.trunk import Precision, trunk_nbytes
+from runtime.weights.trunk import Precision
 
 MARGIN = 350_000_000
 """Bytes set aside beside what the process holds before loading: the compiler (260 MB, measured), libraries."""
 
-HOST_RESERVE = 0.1
-"""Share of the memory found that is left to everyone else when no limit was asked for."""
+LONGEST_CHUNK, SHORTEST_CHUNK = 8192, 64
+"""Prompt tokens computed together when nothing is asked for: as many as a quarter of what is left has room for."""
+
+OPTIONAL = ("staging", "reading", "snapshots")
+"""Parts that are not spoken of where there is nothing of them."""
 
 
-PARTS = ("process", "trunk", "state", "activations", "scratch", "expert_cache", "reading", "snapshots")
-"""What the memory is divided into, as `MemoryPlan` names it."""
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. None: the default. Sizes in bytes, `context` and `chunk` in tokens.
+
+    prompt: tokens of the longest prompt, None where that is not known.
+    expert_cache: None lets it take what is left. snapshots: None is two conversations as long as the context, where
+    that is at most a quarter of what is left. Without `reuse` the cache is one layer's top-k.
+    """
+
+    backend: str
+    threads: int
+    context: int
+    prompt: int | None = None
+    chunk: int | None = None
+    memory: int | None = None
+    expert_cache: int | None = None
+    trunk: Precision = "bf16"
+    reuse: bool = True
+    snapshots: int | None = 0
+
+
+@dataclass(frozen=True)
+class Supply:
+    """How things are read. unit_bytes: what one expert takes in the cache, when that is more than its own; reading:
+    what reading needs besides. alignment and hedges of the drives' buffers; without drives nothing is streamed."""
+
+    unit_bytes: int | None = None
+    reading: int = 0
+    drives: bool = False
+    alignment: int = 1
+    hedges: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of each part; `limit` is what they must stay within and `source` says where it comes from.
+    """Bytes of each part, by name, which must stay within `limit`; `trunk` says what is resident, `chunk` how many
+    prompt tokens are computed together, `advice` what would read less.
 
-    `activations` are what the layers hand on to each other, `scratch` what the arithmetic needs beside them.
+    process: as found, and what it will need beside all else. state: of one conversation. activations: what the layers
+    hand on to each other; scratch: what the arithmetic needs beside them. staging: what the streamed part of the trunk
+    passes through. reading: buffers of late reads, copies, checks of drives. snapshots: of earlier conversations.
     """
 
-    limit: int
-    source: str
-    process: int
-    trunk: int
-    state: int
-    activations: int
-    scratch: int
-    expert_cache: int
-    reading: int = 0
-    """Beside the cache: buffers of late reads, copies, checks of drives."""
-    snapshots: int = 0
-    """Of earlier conversations."""
+    limit: Limit
+    parts: Mapping[str, int]
+    trunk: Division
+    chunk: int
+    advice: str = ""
+
+    def __getitem__(self, part: str) -> int:
+        return self.parts[part]
 
     @property
     def total(self) -> int:
         """What the plan comes to."""
-        return sum(getattr(self, part) for part in PARTS)
+        return sum(self.parts.values())
 
     def as_dict(self) -> dict[str, int | str]:
         """For the run record."""
-        return {**asdict(self), "total": self.total}
+        found: dict[str, int | str] = {"limit": self.limit.nbytes, "source": self.limit.source}
+        return {
+            **found,
+            "reserve": self.limit.reserve,
+            **self.parts,
+            "total": self.total,
+            "trunk_read_per_token": self.trunk.read_bytes,
+        }
 
     def __str__(self) -> str:
-        parts = [part for part in PARTS if part not in ("reading", "snapshots") or getattr(self, part)]
-        listed = ", ".join(f"{part.replace('_', ' ')} {size(getattr(self, part))}" for part in parts)
-        return f"{size(self.total)} of {size(self.limit)} ({self.source}): {listed}"
+        less = f", less a reserve of {size(self.limit.reserve)}" if self.limit.reserve else ""
+        return f"{size(self.total)} of {size(self.limit.nbytes)} ({self.limit.source}{less}): {said(self.parts)}"
+
+    @property
+    def streaming(self) -> str:
+        """What streaming the trunk costs, for people; "" where no matrix is streamed."""
+        trunk = self.trunk
+        if not trunk.room_bytes:
+            return ""
+        resident = f"{size(trunk.resident_bytes)} of {size(trunk.whole_bytes)} resident"
+        return f"{resident}, {size(trunk.read_bytes)} read per token{self.advice}"
+
+
+def said(parts: Mapping[str, int]) -> str:
+    """Parts for people."""
+    named = {name.replace("_", " "): nbytes for name, nbytes in parts.items() if nbytes or name not in OPTIONAL}
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in named.items())
 
 
 def element_size(backend: str) -> int:
@@ -80,44 +140,6 @@ def size(nbytes: int) -> str:
             break
         value /= 1000
     return f"{value:.3g} {unit}"
-
-
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The least memory limit of the process's cgroup and those above it; None when there is none.
-
-    Looks at version 2 (memory.max) and version 1 (memory.limit_in_bytes); "max" and huge numbers are no limit.
-    """
-    groups = {""}
-    try:
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory") or "memory" in controllers.split(","):
-                parts = Path(path.strip("/")).parts
-                groups.update("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    except (OSError, ValueError):
-        pass  # no cgroups here: the root's own files decide, if there are any
-    limits = []
-    for group in groups:
-        for file in (root / group / "memory.max", root / "memory" / group / "memory.limit_in_bytes"):
-            try:
-                text = file.read_text().strip()
-            except OSError:
-                continue
-            if text.isdigit() and int(text) < 1 << 60:
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def memory_limit(requested: int | None) -> tuple[int, str]:
-    """(bytes the process may use, where that comes from)."""
-    memory = psutil.virtual_memory()
-    if requested is not None:
-        return requested, "--memory" if requested <= memory.total else f"--memory, of {size(memory.total)} there are"
-    limit, source = memory.available + psutil.Process().memory_info().rss, "available memory"
-    cgroup = cgroup_limit()
-    if cgroup is not None and cgroup < limit:
-        limit, source = cgroup, "cgroup limit"
-    return int(limit * (1 - HOST_RESERVE)), source
 
 
 def workload(config: ModelConfig, context: int, chunk: int) -> Workload:
@@ -138,65 +160,125 @@ def workload(config: ModelConfig, context: int, chunk: int) -> Workload:
     )
 
 
-def make_plan(
-    checkpoint: Checkpoint,
-    *,
-    backend: str,
-    threads: int,
-    context: int,
-    chunk: int,
-    memory: int | None,
-    expert_cache: int | None,
-    trunk: Precision = "bf16",
-    reuse: bool = True,
-    snapshots: int | None = 0,
-    unit_bytes: int | None = None,
-    reading: int = 0,
-) -> MemoryPlan:
-    """Divide the memory. `expert_cache` is what the user asked for, None lets the cache take what is left.
+def make_plan(checkpoint: Checkpoint, wanted: Wanted, supply: Supply | None = None) -> MemoryPlan:
+    """Divide the memory. Raises DoesNotFitError, with the floor, when it cannot be."""
+    return _Planning(checkpoint, wanted, supply or Supply()).plan()
 
-    unit_bytes: what one expert takes in the cache, when that is more than its own; reading: what reading needs besides.
-    snapshots: None is two conversations as long as the context, where that is at most a quarter of what is left.
-    Without `reuse` the cache is one layer's top-k. Raises DoesNotFitError, with the floor, when it cannot be.
-    """
-    config = checkpoint.config
-    limit, source = memory_limit(memory)
-    element = element_size(backend)
-    process = psutil.Process().memory_info().rss + MARGIN
-    ops = backend_type(backend)
-    resident = trunk_nbytes(checkpoint, ops, trunk)
-    state = 2 * state_nbytes(config, context, element)  # a pass writes the new state beside the old one
-    widths = (
-        (config.num_hidden_layers // config.attn_res_block_size + 8) * config.hidden_size
-        + 8 * config.kda_width
-        + 2 * config.intermediate_size
-        + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
-    )
-    activations = chunk * widths * element + config.vocab_size * element
-    scratch = ops.scratch_nbytes(workload(config, context, chunk), threads)
-    floor = staging_floor(checkpoint, unit_bytes)
-    everything = len(config.moe_layers) * config.num_experts * (unit_bytes or checkpoint.expert_nbytes)
-    left = limit - process - resident - state - activations - scratch - reading
-    if snapshots is None:  # where an answer began and where it ended, as long as the context
-        snapshots = max(0, min(state + 2 * config.vocab_size * element, (left - (expert_cache or floor)) // 4))
-    left -= snapshots
-    if expert_cache is not None:
-        check_budget(checkpoint, expert_cache, unit_bytes)
-    if not reuse:
-        expert_cache = floor
-    elif expert_cache is None:
-        expert_cache = max(floor, min(everything, left))
-    plan = MemoryPlan(limit, source, process, resident, state, activations, scratch, expert_cache, reading, snapshots)
-    if plan.total > limit:
-        least = plan.total - expert_cache + floor
-        smaller = least - resident + trunk_nbytes(checkpoint, ops, "int8")
+
+class _Planning:
+    """One division of the memory: what is certain first, then what is left, by worth."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted, supply: Supply) -> None:
+        self.config, self.wanted, self.supply = checkpoint.config, wanted, supply
+        self.checkpoint, self.ops = checkpoint, backend_type(wanted.backend)
+        self.element = element_size(wanted.backend)
+        self.limit = memory_limit(wanted.memory)
+        self.work = workload(self.config, wanted.context, 1)
+        self.cache_floor = staging_floor(checkpoint, supply.unit_bytes)
+        if wanted.expert_cache is not None:
+            check_budget(checkpoint, wanted.expert_cache, supply.unit_bytes)
+        self.divider = self._divider(wanted.trunk)
+        self.parts: dict[str, int] = {
+            "process": psutil.Process().memory_info().rss + MARGIN,
+            "trunk": 0,
+            "staging": 0,
+            # a pass writes the new state beside the old one
+            "state": 2 * state_nbytes(self.config, wanted.context, self.element),
+            "activations": 0,
+            "scratch": 0,
+            "expert_cache": 0,
+            "reading": supply.reading,
+            "snapshots": wanted.snapshots or 0,
+        }
+
+    def plan(self) -> MemoryPlan:
+        wanted = self.wanted
+        cache = self.cache_floor if wanted.expert_cache is None or not wanted.reuse else wanted.expert_cache
+        least = self._least(self.divider)
+        chunk = self._chunk(self._left - sum(_taken(least)) - cache)
+        self.parts |= self._rows(chunk)
+        if wanted.snapshots is None:  # where an answer began and where it ended, as long as the context
+            both = self.parts["state"] + 2 * self.config.vocab_size * self.element
+            self.parts["snapshots"] = max(0, min(both, (self._left - sum(_taken(least)) - cache) // 4))
+        trunk = self.divider.divide(self._left - cache) if self.supply.drives else least
+        self._take(trunk)
+        if wanted.reuse and wanted.expert_cache is None:
+            unit = self.supply.unit_bytes or self.checkpoint.expert_nbytes
+            everything = len(self.config.moe_layers) * self.config.num_experts * unit
+            cache = max(cache, min(everything, self._left))
+        self.parts["expert_cache"] = cache
+        whole = self.divider.whole()
+        if trunk.streamed == (EMBEDDING,) and sum(_taken(whole)) - sum(_taken(trunk)) <= self._left:
+            trunk = whole
+            self._take(trunk)
+        plan = MemoryPlan(self.limit, dict(self.parts), trunk, chunk)
+        if self._left < 0:
+            self._refuse(plan)
+        return replace(plan, advice=self._advice(plan))
+
+    def _divider(self, precision: Precision) -> Divider:
+        return Divider(self.checkpoint, self.ops, precision, self.supply.alignment, self.supply.hedges)
+
+    @property
+    def _left(self) -> int:
+        return self.limit.nbytes - sum(self.parts.values())
+
+    def _least(self, divider: Divider) -> Division:
+        """The least of a trunk that has to be in memory."""
+        return divider.divide(0) if self.supply.drives else divider.whole()
+
+    def _take(self, trunk: Division) -> None:
+        self.parts["trunk"], self.parts["staging"] = _taken(trunk)
+
+    def _rows(self, chunk: int) -> dict[str, int]:
+        """What a pass of so many tokens takes."""
+        config = self.config
+        widths = (
+            (config.num_hidden_layers // config.attn_res_block_size + 8) * config.hidden_size
+            + 8 * config.kda_width
+            + 2 * config.intermediate_size
+            + (config.num_experts_per_token + 3) * config.routed_expert_hidden_size
+        )
+        work = replace(self.work, rows=chunk)
+        return {
+            "activations": chunk * widths * self.element + config.vocab_size * self.element,
+            "scratch": self.ops.scratch_nbytes(work, self.wanted.threads),
+        }
+
+    def _chunk(self, room: int) -> int:
+        """As asked for, or as many as a quarter of this room has space for."""
+        if self.wanted.chunk is not None:
+            return min(self.wanted.context, self.wanted.chunk)
+        longest = min(self.wanted.context, self.wanted.prompt or LONGEST_CHUNK, LONGEST_CHUNK)
+        fits = bisect_right(range(1, longest + 1), room // 4, key=lambda chunk: sum(self._rows(chunk).values()))
+        return max(fits, min(SHORTEST_CHUNK, longest))
+
+    def _floor(self, divider: Divider) -> int:
+        """The least that all parts take together."""
+        chunk = self._chunk(0)
+        parts = {**self.parts, **self._rows(chunk), "snapshots": self.wanted.snapshots or 0}
+        parts["trunk"], parts["staging"] = _taken(self._least(divider))
+        return sum({**parts, "expert_cache": self.cache_floor}.values())
+
+    def _refuse(self, plan: MemoryPlan) -> None:
+        """Raise DoesNotFitError, with the floor."""
+        least, smaller = self._floor(self.divider), self._floor(self._divider("int8"))
         advice = f". With --trunk int8, which is not weight-exact, it could run in {size(smaller)}"
         raise DoesNotFitError(
-            f"this needs {size(plan.total)}, but {size(limit)} is what it may have ({source}): trunk {size(resident)}, "
-            f"state for {context:,} tokens {size(state)}, activations {size(activations + scratch)}, expert cache "
-            f"{size(expert_cache)}, process {size(process)}{f', reading {size(reading)}' if reading else ''}"
-            f"{f', snapshots {size(snapshots)}' if snapshots else ''}. "
+            f"this needs {size(plan.total)}, but {size(self.limit.nbytes)} is what it may have ({self.limit.source}): "
+            f"{said(plan.parts)}. "
             f"The least it can run in is {size(least)}: give --memory at least that on a machine that has it, or a "
             f"smaller --context, --prefill-chunk or --expert-cache{advice if smaller < least else ''}"
         )
-    return plan
+
+    def _advice(self, plan: MemoryPlan) -> str:
+        """What `--trunk int8` would read less, where the trunk is streamed as released."""
+        if not plan.trunk.room_bytes or self.wanted.trunk == "int8":
+            return ""
+        halved = self._divider("int8").divide(plan["trunk"] + plan["staging"])
+        return f"; with --trunk int8, which is not weight-exact, {size(halved.read_bytes)}"
+
+
+def _taken(trunk: Division) -> tuple[int, int]:
+    """(resident, staging)"""
+    return trunk.resident_bytes, trunk.staging_bytes

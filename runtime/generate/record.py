@@ -70,7 +70,7 @@ def run_record(
         "cache": _cache(engine),
         "prefill": _prefill(session.prefill),
         "memory": {
-            "budget_bytes": engine.plan.limit,
+            "budget_bytes": engine.plan.limit.nbytes,
             "plan": engine.plan.as_dict(),
             "peak_rss_bytes": peak_rss_bytes(),
         },
@@ -129,21 +129,14 @@ def model(engine: Engine, note: str | None) -> Record:
 
 
 def _io(engine: Engine) -> Record:
-    """What was read, by drive and kind. The trunk, and experts without drives, come plainly through the page cache."""
-    checkpoint = engine.checkpoint
-    plain: Record = {
-        "bytes": checkpoint.bytes_read,
-        "reads": checkpoint.reads,
-        "retries": 0,
-        "errors": 0,
-        "mode": "buffered",
-    }
+    """What was read, by drive and kind. Without drives, all comes plainly through the page cache."""
     if engine.drives is None:
-        demand = engine.experts.stats.bytes_read
+        checkpoint, demand = engine.checkpoint, engine.experts.stats.bytes_read
+        plain = {"bytes": checkpoint.bytes_read, "reads": checkpoint.reads, "retries": 0, "errors": 0}
         return {
             "requested_bytes": checkpoint.bytes_read,
             "device_bytes": None,
-            "by_drive": {MODEL: plain},
+            "by_drive": {MODEL: {**plain, "mode": "buffered"}},
             "by_kind": {"demand": demand, "prefetch": 0, "trunk": checkpoint.bytes_read - demand},
             "prefetch": _prefetch(engine),
         }
@@ -153,18 +146,11 @@ def _io(engine: Engine) -> Record:
         | {"mode": modes[name]}
         for name, c in counts.items()
     }
-    if (model := drives.get(MODEL)) is not None:
-        model["bytes"] += plain["bytes"]
-        model["reads"] += plain["reads"]
-        model["mode"] = f"{model['mode']}; trunk buffered"
-    else:
-        drives[MODEL] = plain
     return {
         "requested_bytes": sum(drive["bytes"] for drive in drives.values()),
-        "device_bytes": checkpoint.bytes_read + sum(c.device_bytes for c in counts.values()),
+        "device_bytes": sum(c.device_bytes for c in counts.values()),
         "by_drive": drives,
-        "by_kind": {"demand": 0, "prefetch": 0, **{kind: c.requested_bytes for kind, c in kinds.items()}}
-        | {"trunk": checkpoint.bytes_read},
+        "by_kind": {"demand": 0, "prefetch": 0, "trunk": 0, **{kind: c.requested_bytes for kind, c in kinds.items()}},
         "prefetch": _prefetch(engine),
     }
 
@@ -202,8 +188,8 @@ def settings(engine: Engine) -> Record:
         "backend": engine.ops.name,
         "context": engine.context,
         "prefill_chunk": engine.chunk,
-        "memory_bytes": engine.plan.limit,
-        "expert_cache_bytes": engine.plan.expert_cache,
+        "memory_bytes": engine.plan.limit.nbytes,
+        "expert_cache_bytes": engine.plan["expert_cache"],
         "expert_reuse": engine.experts.reuse,
         "prefetch": engine.prefetch,
         "drives": None if engine.drives is None else engine.drives.settings,

@@ -72,7 +72,6 @@ class K3:
         """
         config, ops, trunk = self.config, self.ops, self.trunk
         eps = config.rms_norm_eps
-        h = ops.embed(trunk.embed_tokens, ids)
         snapshots: list[Array] = []
         new_layers: list[LayerState] = []
         layer = 0
@@ -81,6 +80,8 @@ class K3:
             if cancelled is not None and cancelled():
                 raise Cancelled(f"stopped in layer {layer}, as asked")
 
+        trunk.begin_pass(logits != "none", pulse)
+        h = trunk.embed(ids)
         for layer in range(config.num_hidden_layers):
             pulse()
             w = trunk.layer(layer)
@@ -111,7 +112,7 @@ class K3:
             last = np.array([len(sources[-1]) - 1])
             sources = [ops.rows(v, last) for v in sources]
         m = self.attn_res(sources, trunk.top, "output_attn_res")
-        return ops.linear(ops.rms_norm(m, trunk.top["norm"], self.config.rms_norm_eps), trunk.lm_head)
+        return trunk.linear(ops.rms_norm(m, trunk.top["norm"], self.config.rms_norm_eps), trunk.top["lm_head"])
 
     def attn_res(self, sources: Sequence[Array], w: LayerWeights, site: str) -> Array:
         """Attention residual: a softmax mix of the snapshots and the running sum [3.2]."""
@@ -125,11 +126,11 @@ class K3:
 
     def kda(self, x: Array, w: LayerWeights, state: KdaState) -> tuple[Array, KdaState]:
         """Kimi Delta Attention: a gated delta rule with per-channel decay [3.3]."""
-        ops, config = self.ops, self.config.linear_attn_config
+        ops, linear, config = self.ops, self.trunk.linear, self.config.linear_attn_config
         n, d = config.num_heads, config.head_dim
 
         def mixed(name: str, history: Array) -> tuple[Array, Array]:
-            u = ops.linear(x, w[f"self_attn.{name}_proj"])
+            u = linear(x, w[f"self_attn.{name}_proj"])
             u, history = ops.short_conv(u, w[f"self_attn.{name}_conv1d"], history)
             return ops.heads(u, n), history
 
@@ -139,41 +140,41 @@ class K3:
         q = ops.l2_norm(q, d**-0.5)
         k = ops.l2_norm(k, 1.0)
 
-        u = ops.linear(ops.linear(x, w["self_attn.f_a_proj"]), w["self_attn.f_b_proj"])
+        u = linear(linear(x, w["self_attn.f_a_proj"]), w["self_attn.f_b_proj"])
         u = ops.add(u, w["self_attn.dt_bias"])
         alpha = ops.decay(ops.heads(u, n), w["self_attn.A_log"], config.gate_lower_bound)
-        beta = ops.sigmoid(ops.linear(x, w["self_attn.b_proj"]))
+        beta = ops.sigmoid(linear(x, w["self_attn.b_proj"]))
         o, s = ops.delta_rule(q, k, v, alpha, beta, state.s)
 
         o = ops.merge_heads(ops.rms_norm(o, w["self_attn.o_norm"], self.config.rms_norm_eps))
         if config.use_full_rank_gate:
-            g = ops.linear(x, w["self_attn.g_proj"])
+            g = linear(x, w["self_attn.g_proj"])
         else:
-            g = ops.linear(ops.linear(x, w["self_attn.g_a_proj"]), w["self_attn.g_b_proj"])
-        y = ops.linear(ops.gate(o, g), w["self_attn.o_proj"])
+            g = linear(linear(x, w["self_attn.g_a_proj"]), w["self_attn.g_b_proj"])
+        y = linear(ops.gate(o, g), w["self_attn.o_proj"])
         return y, KdaState(s, q_history, k_history, v_history)
 
     def mla(self, x: Array, w: LayerWeights, cache: LatentCache) -> Array:
         """Multi-head latent attention, gated, without positions, in the absorbed form [3.4]."""
-        ops, config = self.ops, self.config
+        ops, linear, config = self.ops, self.trunk.linear, self.config
         rank, nope, rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
         eps = config.mla_norm_eps
         if config.q_lora_rank is None:
-            q = ops.linear(x, w["self_attn.q_proj"])
+            q = linear(x, w["self_attn.q_proj"])
         else:
-            q = ops.rms_norm(ops.linear(x, w["self_attn.q_a_proj"]), w["self_attn.q_a_layernorm"], eps)
-            q = ops.linear(q, w["self_attn.q_b_proj"])
+            q = ops.rms_norm(linear(x, w["self_attn.q_a_proj"]), w["self_attn.q_a_layernorm"], eps)
+            q = linear(q, w["self_attn.q_b_proj"])
         q = ops.heads(q, config.num_attention_heads)
 
-        c = ops.linear(x, w["self_attn.kv_a_proj_with_mqa"])
+        c = linear(x, w["self_attn.kv_a_proj_with_mqa"])
         latent = ops.rms_norm(ops.columns(c, 0, rank), w["self_attn.kv_a_layernorm"], eps)
         cache.append(latent, ops.columns(c, rank, rank + rope))
         # The rope channels take part although nothing is rotated: the scale counts them too.
         o = ops.latent_attention(q, cache, w["self_attn.kv_b_proj"], rank, rope, (nope + rope) ** -0.5)
         o = ops.merge_heads(o)
         if config.mla_use_output_gate:
-            o = ops.gate(o, ops.linear(x, w["self_attn.g_proj"]))
-        return ops.linear(o, w["self_attn.o_proj"])
+            o = ops.gate(o, linear(x, w["self_attn.g_proj"]))
+        return linear(o, w["self_attn.o_proj"])
 
     def feed_forward(self, layer: int, x: Array, w: LayerWeights, sources: Sequence[Array], pulse: Pulse) -> Array:
         """The dense MLP of the first layers, or the stable LatentMoE [3.5, 3.6]."""
@@ -183,16 +184,16 @@ class K3:
 
     def mlp(self, x: Array, w: LayerWeights, prefix: str) -> Array:
         """SiTU(x·gateᵀ, x·upᵀ)·downᵀ [3.7]."""
-        ops, config = self.ops, self.config
-        g = ops.linear(x, w[f"{prefix}.gate_proj"])
-        u = ops.linear(x, w[f"{prefix}.up_proj"])
+        ops, linear, config = self.ops, self.trunk.linear, self.config
+        g = linear(x, w[f"{prefix}.gate_proj"])
+        u = linear(x, w[f"{prefix}.up_proj"])
         a = ops.situ(g, u, config.activation_situ_beta, config.activation_situ_linear_beta)
-        return ops.linear(a, w[f"{prefix}.down_proj"])
+        return linear(a, w[f"{prefix}.down_proj"])
 
     def route(self, x: Array, w: LayerWeights) -> tuple[npt.NDArray[np.int64], Array]:
         """The experts of each row, best first, and their weights: (ids [T, k], weights [T, k]) [3.5]."""
         return self.ops.route(
-            self.ops.linear(x, w["block_sparse_moe.gate"]),
+            self.trunk.linear(x, w["block_sparse_moe.gate"]),
             w["block_sparse_moe.gate.e_score_correction_bias"],
             self.config.num_experts_per_token,
             self.config.moe_renormalize,
@@ -213,11 +214,11 @@ class K3:
         Each distinct expert is asked for once and serves all its rows. `sources` are what x was mixed from: enough to
         guess what the next layer will route to, once this layer's own reads have begun.
         """
-        ops, config = self.ops, self.config
+        ops, linear, config = self.ops, self.trunk.linear, self.config
         ids, weights = self.route(x, w)
         outputs: dict[int, Array] = {}
         with closing(self.experts.plan(layer, ids, pulse)) as routed:
-            z = ops.linear(x, w["block_sparse_moe.routed_expert_down_proj"])
+            z = linear(x, w["block_sparse_moe.routed_expert_down_proj"])
             shared = self.mlp(x, w, "block_sparse_moe.shared_experts")
             if self.prefetch is not None:
                 self.prefetch.routed(layer, ids)
@@ -231,4 +232,4 @@ class K3:
         y = ops.combine(outputs, ids, weights)
         if config.latent_moe_use_norm:
             y = ops.rms_norm(y, w["block_sparse_moe.routed_expert_norm"], config.rms_norm_eps)
-        return ops.add(ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)
+        return ops.add(linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)

@@ -14,7 +14,7 @@ Matrices are `[out, in]` as released. Formulas: Kimi K3 model specification, sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -38,6 +38,10 @@ L2_EPS = 1e-6
 
 RENORMALIZE_EPS = 1e-20
 """Added to the sum of the chosen experts' scores [3.5]."""
+
+
+BLOCK_BYTES = 16 << 20
+"""The most bf16 bytes of a matrix that are there at once where it comes in blocks of rows, but for a longer row."""
 
 
 def check_capacity(filled: int, capacity: int) -> None:
@@ -141,6 +145,18 @@ class Ops(Protocol):
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """x · weightᵀ: [T, in] → [T, out]."""
+        ...
+
+    @staticmethod
+    def block_rows(columns: int) -> int:
+        """How many rows of a matrix with so many columns make a block for `linear_in_blocks`."""
+        ...
+
+    def linear_in_blocks(self, x: Array, rows: int, blocks: Iterator[Weight]) -> Array:
+        """x · weightᵀ: [T, in] → [T, rows], of a matrix in blocks of `block_rows` rows, the last one perhaps shorter.
+
+        The same bits as `linear` with the whole. A block is used no more when the next one is taken.
+        """
         ...
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:

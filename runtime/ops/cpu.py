@@ -7,7 +7,7 @@ nothing about numbers: it allocates results, decides how many threads a call is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from runtime import ops
 from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert, check_scales
 from runtime.errors import UsageError
@@ -179,22 +180,39 @@ class CpuOps:
         return self.vector(table.array[ids])
 
     def linear(self, x: Floats, weight: Matrix) -> Floats:
+        out = np.empty((len(x), len(weight.array)), np.float32)
+        self._multiply(_panels(x), x.shape[1], weight, out, 0)
+        return out
+
+    @staticmethod
+    def block_rows(columns: int) -> int:
+        return max(1, ops.BLOCK_BYTES // (2 * columns))
+
+    def linear_in_blocks(self, x: Floats, rows: int, blocks: Iterator[Matrix]) -> Floats:
+        out, panels, done = np.empty((len(x), rows), np.float32), _panels(x), 0
+        for block in blocks:
+            self._multiply(panels, x.shape[1], block, out, done)
+            done += len(block.array)
+        return out
+
+    def _multiply(self, panels: Floats, channels: int, weight: Matrix, out: Floats, start: int) -> None:
+        """The columns of `out` from `start` on that belong to these weight rows."""
         count, columns = weight.array.shape
-        if columns != x.shape[1]:
-            raise ValueError(f"{x.shape[1]} channels into a matrix of {columns} columns")
-        out = np.empty((len(x), count), np.float32)
-        panels = _panels(x)
+        if columns != channels:
+            raise ValueError(f"{channels} channels into a matrix of {columns} columns")
+        # where row 0 of the matrix would lie whose row `start` is the first of these
+        place, scale_place = weight.place - start * weight.array.strides[0], weight.scale_place - 4 * start
 
         def part(first: int, last: int) -> None:
+            first, last = start + first, start + last
             if weight.form == INT8:
-                matrices.linear_int8(panels, columns, weight.place, weight.scale_place, out, first, last)
+                matrices.linear_int8(panels, columns, place, scale_place, out, first, last)
             elif weight.form == BF16:
-                matrices.linear_bf16(panels, columns, weight.place, out, first, last)
+                matrices.linear_bf16(panels, columns, place, out, first, last)
             else:
-                matrices.linear_f32(panels, columns, weight.place, out, first, last)
+                matrices.linear_f32(panels, columns, place, out, first, last)
 
-        self._split(weight.array.nbytes * (1 + len(x) // 4), count, BAND, part)
-        return out
+        self._split(weight.array.nbytes * (1 + len(out) // 4), count, BAND, part)
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         out = np.empty_like(x)

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -182,11 +183,28 @@ class MlxOps:
         out, columns = weight.shape
         if isinstance(weight, MlxInt8):
             return _int8_linear(x, weight)
-        step = max(1, TILE_BYTES // (4 * columns))
+        step = self.block_rows(columns)
         if step >= out or weight.dtype == mx.float32:
             return x @ weight.astype(mx.float32).T
         tiles = (x @ weight[row : row + step].astype(mx.float32).T for row in range(0, out, step))
         return mx.concatenate(_in_turn(tiles), axis=1)
+
+    @staticmethod
+    def block_rows(columns: int) -> int:
+        """As many as make a tile in float32: the calls are the same wherever the matrix is."""
+        return max(1, TILE_BYTES // (4 * columns))
+
+    def linear_in_blocks(self, x: Array, rows: int, blocks: Iterator[Weight]) -> Array:
+        """A matrix in int8 is put together first: it is multiplied in one call."""
+        first = next(blocks)
+        if isinstance(first, MlxInt8):
+            codes, scales, biases = (
+                list(parts) for parts in zip(*(part[:3] for part in [first, *blocks]), strict=True)
+            )
+            whole = mx.concatenate(codes), mx.concatenate(scales), mx.concatenate(biases)
+            return _ready(_int8_linear(x, MlxInt8(*whole, first.group, first.columns)))
+        tiles = _in_turn(x @ block.astype(mx.float32).T for block in chain([first], blocks))
+        return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=1)
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         return mx.fast.rms_norm(x, weight, eps)

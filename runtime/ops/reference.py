@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from runtime import ops
 from runtime.checkpoint import mxfp4
 from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
@@ -167,6 +168,13 @@ class ReferenceOps:
 
     def linear(self, x: F64, weight: F64) -> F64:
         return np.stack([matvec(weight, row) for row in x])
+
+    @staticmethod
+    def block_rows(columns: int) -> int:
+        return max(1, ops.BLOCK_BYTES // (2 * columns))
+
+    def linear_in_blocks(self, x: F64, rows: int, blocks: Iterator[F64]) -> F64:
+        return np.concatenate([self.linear(x, block) for block in blocks], axis=1)
 
     def rms_norm(self, x: F64, weight: F64, eps: float) -> F64:
         mean_square = np.add.reduce(x * x, axis=-1, keepdims=True) / x.shape[-1]

@@ -30,7 +30,7 @@ class Drive:
 
 
 def drives(engine: Engine) -> dict[str, Drive]:
-    """The drives by name. The trunk's reads, at the start, count for the model directory where it is plain."""
+    """The drives by name."""
     if engine.drives is None:
         checkpoint = engine.checkpoint
         return {MODEL: Drive("ready", "buffered", None, checkpoint.bytes_read, checkpoint.reads, 0, 0)}
@@ -54,11 +54,10 @@ def drives(engine: Engine) -> dict[str, Drive]:
 
 def kinds(engine: Engine) -> dict[str, int]:
     """Bytes read of each kind."""
-    trunk = engine.checkpoint.bytes_read
     if engine.drives is None:
         demand = engine.experts.stats.bytes_read
-        return {"demand": demand, "trunk": trunk - demand}
-    return {kind: counted.requested_bytes for kind, counted in engine.drives.counts()[1].items()} | {"trunk": trunk}
+        return {"demand": demand, "trunk": engine.checkpoint.bytes_read - demand}
+    return {kind: counted.requested_bytes for kind, counted in engine.drives.counts()[1].items()}
 
 
 def report(worker: Worker, model: str) -> dict[str, Any]:

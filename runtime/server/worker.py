@@ -216,7 +216,7 @@ class Worker:
 
     def _memory(self, engine: Engine) -> Snapshots:
         """Within the plan. With a disk, room for one as long as the context is for those on their way there or back."""
-        budget = engine.plan.snapshots
+        budget = engine.plan["snapshots"]
         if self._disk is None:
             return Snapshots(budget)
         return Snapshots(max(0, budget - engine.snapshot_nbytes(engine.context)), self._disk(engine))

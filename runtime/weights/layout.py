@@ -17,7 +17,7 @@ from runtime.drives.crew import Counts, Verify
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify
-from runtime.drives.jobs import MIB, DriveSpec, Policy, Slice
+from runtime.drives.jobs import MIB, DriveSpec, Job, Policy, Slice
 from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES, RealDevice
@@ -25,6 +25,7 @@ from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.errors import StorageError, UsageError
+from runtime.weights.ahead import TRUNK, BlockKey, TrunkReads
 from runtime.weights.checks import ScaleCheck
 from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
 from runtime.weights.reads import DriveReads
@@ -86,6 +87,9 @@ class Drives:
         holders = holders or [Shards(MODEL, checkpoint)]
         holders += [ExpertFiles(name, path, checkpoint) for name, path in layout.directories]
         self.placement = Placement(checkpoint, holders)
+        released = [holder for holder in holders if isinstance(holder, Shards)]
+        self._trunk_on = tuple(holder.name for holder in released)
+        self._holders: list[Holder] = list(dict.fromkeys([*released, *self.placement.holders]))
         paths = layout.paths(checkpoint.path)
         limits = {limit.name: limit for limit in layout.limits}
         self._devices: list[Device] = []
@@ -94,7 +98,7 @@ class Drives:
         self._witness: Witness | None = None
         self.settings: dict[str, dict[str, object]] = {}
         try:
-            for holder in self.placement.holders:
+            for holder in self._holders:
                 limit = limits.get(holder.name)
                 self._devices.append(self._open(holder, paths[holder.name], limit))
                 self.settings[holder.name] = {
@@ -147,8 +151,13 @@ class Drives:
 
     @property
     def opened(self) -> list[tuple[Device, Holder]]:
-        """Each drive, to read from beside the reader, and what it holds."""
-        return list(zip(self._devices, self.placement.holders, strict=True))
+        """Each drive of experts, to read from beside the reader, and what it holds."""
+        return [(d, holder) for d, holder in zip(self._devices, self._holders, strict=True) if holder.here.any()]
+
+    @property
+    def hedges(self) -> int:
+        """Second buffers for reads that are late, at most."""
+        return POLICY.max_hedge_leases * (len(self._devices) > 1)
 
     @property
     def extra_bytes(self) -> int:
@@ -156,37 +165,56 @@ class Drives:
         direct = sum(spec.depth for spec in self._specs if spec.alignment > 1)
         bounces = direct if self._checkpoint.scattered else min(direct, POLICY.max_bounces)
         checks = len(self._devices) * min(POLICY.check_bytes, self._checkpoint.expert_nbytes)
-        hedges = POLICY.max_hedge_leases * (len(self._devices) > 1)
         trace = 0 if self.trace is None else TraceLog.nbytes()
-        return (SPOILED + hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks + trace
+        return (SPOILED + self.hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks + trace
 
     def lines(self) -> list[str]:
         """Each drive with its mode and what it holds, for people."""
         total = self._checkpoint.experts_here.size
         said = []
         for device in self._devices:
-            facts = self.settings[device.name]
-            said.append(f"{device.name}: {facts['experts']:,} of {total:,} experts, {device.mode}{_manner(facts)}")
+            facts, trunk = self.settings[device.name], ", the trunk" * (device.name in self._trunk_on)
+            experts = f"{facts['experts']:,} of {total:,} experts"
+            said.append(f"{device.name}: {experts}{trunk}, {device.mode}{_manner(facts)}")
         return said + self.notes
 
-    def start(self, budget_bytes: int, verify: Verify | None = None, guesses: int = 0) -> DriveReads:
-        """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to.
+    def start(
+        self, budget_bytes: int, verify: Verify | None = None, guesses: int = 0, streaming_bytes: int = 0
+    ) -> DriveReads:
+        """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to,
+        and of the trunk's blocks more than `streaming_bytes`, which is its own.
 
         verify: looks at what is read, see `Reader`, before its scales are looked at; guesses: how many experts may be
         guessed at once.
         """
-        pool = BufferPool(budget_bytes + SPOILED * self.unit_bytes, self.alignment)
+        pool = BufferPool(budget_bytes + streaming_bytes + SPOILED * self.unit_bytes, self.alignment)
         drives = list(zip(self._devices, self._specs, strict=True))
         scales = ScaleCheck(self._checkpoint)
 
         def check(part: Slice, view: memoryview) -> str:
+            if isinstance(part.key, BlockKey):
+                return ""
             return (verify(part, view) if verify is not None else "") or scales(part, view)
 
         trace, guess = (None, None) if self.trace is None else (self.trace.slice, self.trace.guess)
-        self.reader = Reader(drives, pool, policy=POLICY, uplinks=self._uplinks, verify=check, trace=trace, guess=guess)
+        self.reader = Reader(
+            drives,
+            pool,
+            policy=POLICY,
+            uplinks=self._uplinks,
+            kind_of=_kind_of,
+            verify=check,
+            trace=trace,
+            guess=guess,
+        )
         self._witness = Witness(self._disks)
         ahead = budget_bytes // self.unit_bytes
         return DriveReads(self._checkpoint, self.placement, self.reader, self.unit_bytes, ahead, guesses)
+
+    def trunk_reads(self) -> TrunkReads:
+        """How the trunk is read. After `start`."""
+        assert self.reader is not None
+        return TrunkReads(self._checkpoint, self.reader, self._trunk_on)
 
     def counts(self) -> tuple[dict[str, Counts], dict[str, Counts], dict[str, str]]:
         """By drive, by kind, and the mode of each drive."""
@@ -212,6 +240,10 @@ class Drives:
         else:
             for device in self._devices:
                 device.close()
+
+
+def _kind_of(job: Job) -> str:
+    return TRUNK if isinstance(job.key, BlockKey) else ""
 
 
 def _manner(facts: Mapping[str, Any]) -> str:

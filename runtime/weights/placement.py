@@ -137,7 +137,8 @@ class Placement:
     def __init__(self, checkpoint: Checkpoint, holders: Sequence[Holder]) -> None:
         self.holders = [holder for holder in holders if holder.here.any()]
         self.notes = [note for holder in holders for note in holder.notes]
-        self.notes += [f"drive {h.name} holds no expert of this model" for h in holders if h not in self.holders]
+        idle = [h.name for h in holders if h not in self.holders and not isinstance(h, Shards)]
+        self.notes += [f"drive {name} holds no expert of this model" for name in idle]
         layers = checkpoint.config.moe_layers
         self._rows = {layer: row for row, layer in enumerate(layers)}
         held = np.zeros_like(checkpoint.experts_here)

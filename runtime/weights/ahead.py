@@ -1,0 +1,148 @@
+"""Trunk bytes read through the drives, in the order in which they are wanted, ahead of the one who wants them.
+
+A *block* is one job: a trunk tensor, some rows of one, or several small ones that lie next to each other. Blocks are
+demand: nobody guesses. While experts are wanted, too, the barriers decide: those of the trunk come behind all of
+theirs, so that what is read ahead for later layers waits for what this layer needs now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from runtime.checkpoint import Checkpoint
+from runtime.drives.buffers import Buffer
+from runtime.drives.jobs import Job, Span
+from runtime.drives.reader import Landed, Lost, Reader
+from runtime.errors import StorageError
+from runtime.ops import Ops
+from runtime.weights.reads import PATIENCE_S
+
+TRUNK = "trunk"
+"""What the reads of the trunk are counted as."""
+
+BEHIND = 1 << 40
+"""Barriers of blocks that are read ahead: behind those of experts."""
+
+Pulse = Callable[[], None]
+
+
+class BlockKey(NamedTuple):
+    """Names the job of a block."""
+
+    name: str
+    first: int
+
+    def __str__(self) -> str:
+        return self.name + f" from row {self.first}" * (self.first > 0)
+
+
+class Block(NamedTuple):
+    """Rows `first` on of the tensor `name`, or all of it and of what lies behind it: `nbytes` from byte `start`."""
+
+    name: str
+    first: int
+    start: int
+    nbytes: int
+
+    @property
+    def key(self) -> BlockKey:
+        """Of its job."""
+        return BlockKey(self.name, self.first)
+
+
+def row_blocks(checkpoint: Checkpoint, name: str, ops: Ops | type[Ops]) -> Iterator[Block]:
+    """The blocks in which a matrix is read by rows."""
+    rows, columns = checkpoint.span(name).shape
+    step = ops.block_rows(columns)
+    for first in range(0, rows, step):
+        yield Block(name, first, 2 * first * columns, 2 * columns * (min(first + step, rows) - first))
+
+
+class TrunkReads:
+    """Where the trunk lies: in the released files, on every drive that stands for the model's directory."""
+
+    def __init__(self, checkpoint: Checkpoint, reader: Reader, holders: tuple[str, ...]) -> None:
+        self.checkpoint, self.reader = checkpoint, reader
+        self._holders = holders
+
+    def job(self, block: Block, barrier: int = 0, room: int = 0) -> Job:
+        """The block as what the drives are asked for. `room`: see `Job`."""
+        span = self.checkpoint.span(block.name)
+        file, offset = span.path.name, span.offset + block.start
+        copies = tuple(Span(holder, file, offset, block.nbytes) for holder in self._holders)
+        return Job(block.key, copies, barrier=barrier, room=room)
+
+    def cost(self, nbytes: int) -> int:
+        """What the buffer of a block counts."""
+        return self.reader.pool.cost(nbytes)
+
+
+class Ahead:
+    """Blocks under way and landed, none twice, in `room_bytes` of buffers, or one block; taken in their order.
+
+    `take` gives the next one's buffer; until it is told by `done` that the buffer was released or kept, that counts in
+    the room. Whatever goes wrong, close it: nothing of it is under way then.
+    """
+
+    def __init__(
+        self,
+        reads: TrunkReads,
+        blocks: Iterator[tuple[Block, int]],
+        room_bytes: int,
+        pulse: Pulse,
+        block_bytes: int = 0,
+    ) -> None:
+        """Begins to read blocks, each with its barrier. block_bytes: what every buffer could hold at least.
+
+        `pulse` is called time and again while a block is waited for; what it raises ends that."""
+        self._reads, self._blocks, self._pulse = reads, blocks, pulse
+        self._room, self._block_bytes = room_bytes, block_bytes
+        self._waiting = next(blocks, None)
+        self._begun: deque[BlockKey] = deque()
+        self._out: dict[BlockKey, int] = {}
+        self._begin()
+
+    def take(self) -> tuple[BlockKey, Buffer] | None:
+        """The next block, when it has landed; None behind the last. Raises StorageError naming the tensor."""
+        if not self._begun:
+            return None
+        key = self._begun[0]
+        try:
+            outcome = next(self._reads.reader.as_landed([key], PATIENCE_S, self._pulse))
+        except TimeoutError:
+            message = f"{key} has not come and nothing else has for {PATIENCE_S:.0f} s: a drive hangs"
+            raise StorageError(message) from None
+        del self._begun[0]
+        if isinstance(outcome, Lost):
+            raise outcome.error(str(key))
+        if not isinstance(outcome, Landed):
+            raise StorageError(f"{key}: its read was cancelled")
+        return key, outcome.buffer
+
+    def done(self, key: BlockKey) -> None:
+        """The buffer of this block is released, or kept: there is room for others."""
+        del self._out[key]
+        self._begin()
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        self._waiting = None
+        self._reads.reader.cancel(self._begun)
+        self._begun.clear()
+
+    def _begin(self) -> None:
+        """Have as many blocks read as there is room for."""
+        batch: list[Job] = []
+        while self._waiting is not None:
+            block, barrier = self._waiting
+            cost = self._reads.cost(max(block.nbytes, self._block_bytes))
+            if self._out and (block.key in self._out or sum(self._out.values()) + cost > self._room):
+                break
+            self._out[block.key] = cost
+            self._begun.append(block.key)
+            batch.append(self._reads.job(block, barrier, self._block_bytes))
+            self._waiting = next(self._blocks, None)
+        if batch:
+            self._reads.reader.submit(batch)
