@@ -148,10 +148,10 @@ class Own:
         return cell["lost"] == "none" or bool(self.expendable(dict(self.choices)[str(cell["drives"])]))
 
     def expendable(self, layout: Layout) -> list[str]:
-        """Drives of these that hold something, and nothing alone."""
+        """Drives of these that hold something, and nothing alone: not the model's directory, which has the trunk."""
         names = [MODEL, *dict(layout.directories)]
         holders = {holder.name: holder for holder in self.placement.holders if holder.name in names}
-        return [name for name in holders if self._held([n for n in names if n != name]).all()]
+        return [name for name in holders if name != MODEL and self._held([n for n in names if n != name]).all()]
 
     def _held(self, names: Sequence[str]) -> Any:
         """[MoE layers, experts] that one of these drives has."""
@@ -191,4 +191,4 @@ class Own:
             answers = [answer(engine.session(), prompt) for prompt in self.prompts]
             drives = engine.drives
             assert drives is not None
-            return Plain(answers, engine.plan.expert_cache, drives.unit_bytes, drives.counts()[2], settings(engine))
+            return Plain(answers, engine.plan["expert_cache"], drives.unit_bytes, drives.counts()[2], settings(engine))

@@ -65,10 +65,10 @@ def test_from_a_disk_the_same_bits_come_back(engine: Engine, tmp_path: Path) -> 
 
 def test_the_plan_sets_aside_two_conversations_or_what_is_asked_for(embedded: Path) -> None:
     with Engine.load(embedded, backend="reference", context=500, snapshots=None) as engine:
-        assert engine.plan.snapshots == 2 * engine.snapshot_nbytes(500)
-        assert f"snapshots {size(engine.plan.snapshots)}" in str(engine.plan)
+        assert engine.plan["snapshots"] == 2 * engine.snapshot_nbytes(500)
+        assert f"snapshots {size(engine.plan['snapshots'])}" in str(engine.plan)
     with Engine.load(embedded, backend="reference", context=500, snapshots=123_456) as engine:
-        assert engine.plan.snapshots == 123_456
+        assert engine.plan["snapshots"] == 123_456
     with Engine.load(embedded, backend="reference", context=500) as engine:
         assert "snapshots" not in str(engine.plan)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from runtime.drives.waits import TRUNK
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, precision, timing, waiting
-from runtime.weights.ahead import TRUNK
 from runtime.weights.layout import Drives
 from runtime.weights.prefetch import PREDICTORS
 

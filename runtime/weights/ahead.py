@@ -19,9 +19,6 @@ from runtime.errors import StorageError
 from runtime.ops import Ops
 from runtime.weights.reads import PATIENCE_S
 
-TRUNK = "trunk"
-"""What the reads of the trunk are counted as."""
-
 BEHIND = 1 << 40
 """Barriers of blocks that are read ahead: behind those of experts."""
 

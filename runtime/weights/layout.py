@@ -24,8 +24,9 @@ from runtime.drives.real import BOUNCE_BYTES, RealDevice
 from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
+from runtime.drives.waits import TRUNK
 from runtime.errors import StorageError, UsageError
-from runtime.weights.ahead import TRUNK, BlockKey, TrunkReads
+from runtime.weights.ahead import BlockKey, TrunkReads
 from runtime.weights.checks import ScaleCheck
 from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
 from runtime.weights.reads import DriveReads
