@@ -89,7 +89,12 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> int:
     home = scratch / "home"
     home.mkdir()
     record = session(options, "4drive", KINDS[stage.kind])
-    record |= {"why": stage.why or None, "limited_by": stage.how or None, "model": surroundings.model(stage.model)}
+    record |= {
+        "why": stage.why or None,
+        "limited_by": stage.how or None,
+        "images_in_memory": stage.memory,
+        "model": surroundings.model(stage.model),
+    }
     probed, rates = _probe(options, stage, home)
     drives = surroundings.drives(stage.places)
     for name, facts in drives.items():

@@ -14,15 +14,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 TOOLS = ("mkfs.ext4", "losetup", "mount", "umount")
 V1, V2 = Path("/sys/fs/cgroup/blkio"), (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 MOUNTED = "expertstream-drive"
 """How the images and mount points of these drives begin, wherever they lie."""
+PATIENCE_S = 10.0
+SPARE_BYTES = 4 << 30
+"""Memory that is left to everything else when images are kept there."""
 JOIN = 'echo $$ > "$0" && exec "$@"'
 
 
@@ -119,12 +125,30 @@ def _run(*command: str) -> str:
 
 
 def _undo(*command: str) -> None:
-    """A busy file system is let go of as soon as it is free."""
-    for words in (command, ("umount", "-l", *command[1:])) if command[0] == "umount" else (command,):
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode == 0:
-            return
-    print(f"note     left behind: {' '.join(command)}: {done.stderr.strip()}", file=sys.stderr)
+    """What a process that has just been ended still holds becomes free a little later; a file system that does not is
+    let go of all the same."""
+    until = time.monotonic() + PATIENCE_S
+    while (done := subprocess.run(command, capture_output=True, text=True)).returncode and time.monotonic() < until:
+        time.sleep(0.1)
+    if done.returncode and command[0] == "umount":
+        done = subprocess.run(("umount", "-l", *command[1:]), capture_output=True, text=True)
+    if done.returncode:
+        print(f"note     left behind: {' '.join(command)}: {done.stderr.strip()}", file=sys.stderr)
+
+
+def keep_in_memory(folder: Path) -> bool:
+    """Read all images there, so that their drives are as fast as their limits and not as the disk that they lie on;
+    False, and nothing is read, where memory has no room for them. What is needed elsewhere later goes again."""
+    images = sorted(folder.glob(f"{MOUNTED}-*.img"))
+    nbytes = sum(image.stat().st_blocks * 512 for image in images)
+    if psutil.virtual_memory().available < nbytes + SPARE_BYTES:
+        return False
+    piece = bytearray(16 << 20)
+    for image in images:
+        with image.open("rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+    return True
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import surroundings
 from benchmarks.arms import ROOT
-from benchmarks.limits import Unavailable, kernel_limits, loop_drives
+from benchmarks.limits import Unavailable, keep_in_memory, kernel_limits, loop_drives
 from benchmarks.records import tell
 from runtime.checkpoint import Checkpoint
 from runtime.errors import UsageError
@@ -36,7 +36,8 @@ KINDS = {
 @dataclass
 class Stage:
     """What the arms run on. places: by drive, its directory, the model's first; limits: bytes/s, where they are known;
-    prefix: of every command that reads; folder: where what is thrown away may lie."""
+    prefix: of every command that reads; how: what keeps the limits; why: nothing better was possible; memory: whether
+    what lies behind the drives was read into memory first."""
 
     kind: str
     model: Path
@@ -45,6 +46,7 @@ class Stage:
     prefix: tuple[str, ...] = ()
     how: str = ""
     why: str = ""
+    memory: bool | None = None
 
     def options(self, rung: Sequence[str]) -> list[str]:
         """Of `run` and `drives probe`, for the drives of a rung."""
@@ -125,6 +127,8 @@ def _kernel(options: argparse.Namespace, rates: Sequence[float], scratch: Path) 
         stage = Stage("kernel", model, places, dict(zip(names, map(float, rates), strict=True)), prefix, how)
         for place in places.values():
             _sync(place)
+        stage.memory = keep_in_memory(scratch)
+        tell(f"images   {'read into memory' if stage.memory else 'on the disk: memory has no room for them'}")
         yield stage
 
 
