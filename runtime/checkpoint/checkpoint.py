@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint.files import Files
 from runtime.checkpoint.headers import TensorSpan
-from runtime.checkpoint.inventory import EXPERT_TENSORS, expert_prefix
+from runtime.checkpoint.inventory import EXPERT_TENSORS, Shape, expert_prefix
 from runtime.checkpoint.mxfp4 import Bytes, PackedExpert, check_scales
 from runtime.checkpoint.survey import Survey, survey
 from runtime.config import ModelConfig
@@ -185,20 +186,25 @@ class Checkpoint:
 
         With `check`, a scale of 255 (NaN) raises CheckpointError naming the tensor.
         """
-        specs = self._experts.specs
-        tensors = np.split(buffer, np.cumsum([spec.nbytes for spec in specs[:-1]]))
-        packed = PackedExpert(*(part.reshape(spec.shape) for part, spec in zip(tensors, specs, strict=True)))
+        packed = PackedExpert(*(buffer[part].reshape(shape) for part, shape in self._parts))
         if check:
             for column in (1, 3, 5):
                 name = expert_prefix(layer, expert) + EXPERT_TENSORS[column]
                 check_scales(packed[column], f"layer {layer} expert {expert}, {name}")
         return packed
 
+    @cached_property
+    def _parts(self) -> list[tuple[slice, Shape]]:
+        """Where each of the six tensors is in an expert's bytes, and its shape."""
+        specs = self._experts.specs
+        ends = np.cumsum([spec.nbytes for spec in specs]).tolist()
+        return [(slice(end - spec.nbytes, end), spec.shape) for end, spec in zip(ends, specs, strict=True)]
+
     @property
     def scale_ranges(self) -> tuple[tuple[str, int, int], ...]:
         """(name, first byte, behind the last one) of the three scale tensors in an expert's bytes."""
-        ends = np.cumsum([spec.nbytes for spec in self._experts.specs]).tolist()
-        return tuple((EXPERT_TENSORS[column], ends[column - 1], ends[column]) for column in (1, 3, 5))
+        scales = ((EXPERT_TENSORS[column], self._parts[column][0]) for column in (1, 3, 5))
+        return tuple((name, part.start, part.stop) for name, part in scales)
 
     def _row(self, layer: int, expert: int) -> int:
         """The layer's row in the expert table. IndexError for an expert that does not exist."""

@@ -19,7 +19,7 @@ from runtime.drives.crew import Fate
 from runtime.drives.jobs import Job, Priority
 from runtime.drives.reader import Landed, Lost, Reader
 from runtime.drives.waits import DEMAND, Waits
-from runtime.errors import CheckpointError, StorageError
+from runtime.errors import StorageError
 from runtime.weights.checks import ReadChecks
 from runtime.weights.placement import MODEL, Placement
 
@@ -63,7 +63,7 @@ class Reads(Protocol):
         """Yield these, which were submitted, as they come; `pulse` is called time and again while it waits.
 
         When it is closed, or `pulse` raises, those it has not yielded are cancelled. Raises StorageError naming layer,
-        expert and place, CheckpointError for bytes that cannot be weights.
+        expert and place, and where they are looked at here, CheckpointError for bytes that cannot be weights.
         """
         ...
 
@@ -169,13 +169,10 @@ class DriveReads:
         arrivals, gone = [], []
         for outcome in self._reader.poll([(layer, e) for e in experts]):
             expert = outcome.key[1]  # type: ignore[index]
-            try:
-                if isinstance(outcome, Landed):
-                    arrivals.append(self._arrival(layer, expert, outcome.buffer))
-                    continue
-            except CheckpointError:
-                pass  # who wants it for sure reads it again, and is told
-            gone.append(expert)
+            if isinstance(outcome, Landed):
+                arrivals.append(self._arrival(layer, expert, outcome.buffer))
+            else:
+                gone.append(expert)
         return arrivals, gone
 
     def judge(self, layer: int, expert: int, needed: bool) -> None:
@@ -188,9 +185,6 @@ class DriveReads:
         return [Job((layer, e), self._placement.spans(layer, e), priority, barrier) for e in experts]
 
     def _arrival(self, layer: int, expert: int, buffer: Buffer) -> Arrival:
-        try:
-            packed = self._checkpoint.view_expert(layer, expert, np.frombuffer(buffer.view, np.uint8))
-        except BaseException:
-            buffer.release()
-            raise
-        return Arrival(expert, packed, buffer.release)
+        """Its scales were looked at when they were read (`checks.ScaleCheck`)."""
+        data = np.frombuffer(buffer.view, np.uint8)
+        return Arrival(expert, self._checkpoint.view_expert(layer, expert, data, check=False), buffer.release)
