@@ -45,7 +45,7 @@ def lend(engine: Engine, snapshots: int = 0, **changed: Any) -> Lent:
 class ScriptedModel:
     """Logits by script: after a prompt, its tokens one after the other, whatever the prompt. `gate`, before a layer."""
 
-    trunk = SimpleNamespace(precision="bf16")
+    trunk = SimpleNamespace(precision="bf16", streamed_bytes=0)
 
     def __init__(self, vocab: int, layers: int = 2) -> None:
         self.vocab, self.layers = vocab, layers
