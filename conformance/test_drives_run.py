@@ -459,6 +459,7 @@ def test_the_record_adds_up(cli: Command, tiny: Path) -> None:
     assert moved["by_kind"]["demand"] == plain["io"]["by_kind"]["demand"]
     with Checkpoint.open(tiny) as checkpoint:
         assert moved["by_kind"]["trunk"] == checkpoint.trunk_nbytes <= plain["io"]["by_kind"]["trunk"]
+    assert sum(drive["landed_last"] for drive in moved["by_drive"].values()) > 0
     reads = sum(drive["reads"] for drive in moved["by_drive"].values())
     assert moved["requested_bytes"] <= moved["device_bytes"] <= moved["requested_bytes"] + 2 * 65536 * reads
     assert all(drive["errors"] == drive["retries"] == 0 for drive in moved["by_drive"].values())

@@ -273,7 +273,11 @@ def test_several_drives_deliver_every_byte_once_and_right(
     by_drive, by_kind = reader.counts()
     assert all(counts.reads for counts in by_drive.values()), "every drive takes part"
     assert by_kind["demand"].requested_bytes == len(data)
-    assert by_kind["check"].reads == 1, "the unknown drive is measured before it is used"
+    assert sum(n for (_, kind), n in reader.bytes_read().items() if kind == "demand") == len(data)
+    for name, counts in by_drive.items():
+        assert sum(n for (drive, _), n in reader.bytes_read().items() if drive == name) == counts.requested_bytes
+    assert sum(counts.landed_last for counts in by_drive.values()) == 2, "one of each barrier"
+    assert by_kind["check"].reads >= 1, "the unknown drive is measured before it is used"
     for name, counts in by_drive.items():
         alignment = reader._crews[name].device.alignment
         assert counts.requested_bytes <= counts.device_bytes <= counts.requested_bytes + 2 * alignment * counts.reads
@@ -480,6 +484,80 @@ def test_wrong_bytes_are_seen_and_read_elsewhere(engine: Callable[..., Reader]) 
     assert counts.reads == counts.requested_bytes == counts.device_bytes == 0
     assert counts.spoiled_bytes > 0
     assert {t.detail for t in traces if t.fault is Fault.WRONG} == {"liar lies"}
+
+
+# --- who landed last ---
+
+
+def stands(name: str, files: Mapping[str, bytes]) -> tuple[Shelf, Gate]:
+    """A drive whose first read stands until its gate opens, and is right nevertheless."""
+    gate = Gate(lambda n: n == 0)
+
+    def ill(n: int, file: str, offset: int, into: memoryview) -> None:
+        gate(n, file, offset, into)
+
+    return Shelf(name, files, ill), gate
+
+
+def last_by_drive(reader: Reader) -> dict[str, int]:
+    return {name: counts.landed_last for name, counts in reader.counts()[0].items() if counts.landed_last}
+
+
+def test_the_drive_of_the_last_slice_of_a_barrier_has_landed_last(engine: Callable[..., Reader]) -> None:
+    """Not the one that has read most, or that was asked last; and of several barriers at a time each has its own."""
+    a, gate = stands("a", {"f": DATA})
+    reader = engine([(a, spec(a, depth=1)), Shelf("b", {"f": DATA})])
+    shared = jobs_of(DATA, 50_000, ["a", "b"], 1, barrier=1)
+    reader.submit(shared)
+    until(lambda: gate.held == 1)
+    rest, other = (jobs_of(DATA, 50_000, ["b"], 4, first=5 * n, barrier=n) for n in (1, 2))
+    reader.submit([*rest, *other])
+    take_all(reader, other, at(DATA))
+    take_all(reader, rest, at(DATA))
+    assert last_by_drive(reader) == {"b": 1}, "the second barrier alone"
+    gate.opened.set()
+    landed = take_all(reader, shared, at(DATA))
+    assert {piece.drive for piece in landed[0].pieces} == {"a", "b"}
+    assert last_by_drive(reader) == {"a": 1, "b": 1}
+    assert not any(counts.landed_last for counts in reader.counts()[1].values())
+
+
+def test_a_guess_counts_for_the_barrier_that_wants_it(engine: Callable[..., Reader]) -> None:
+    """One that is promoted while it is read is waited for; one that has landed is not, nor one that nobody wants."""
+    a, gate = stands("a", {"f": DATA})
+    reader = engine([a, Shelf("b", {"f": DATA})])
+    guesses = [Job(d, (Span(d, "f", 0, 50_000),), Priority.PREFETCH, 4) for d in "ab"]
+    reader.submit(guesses)
+    until(lambda: gate.held == 1 and "b" in reader._outcomes)
+    assert last_by_drive(reader) == {}
+    wanted = jobs_of(DATA, 50_000, ["b"], 2, barrier=4)
+    reader.submit([*wanted, *(replace(guess, priority=Priority.DEMAND) for guess in guesses)])
+    take_all(reader, wanted, at(DATA))
+    assert last_by_drive(reader) == {}, "the promoted one is waited for"
+    gate.opened.set()
+    take_all(reader, guesses, at(DATA))
+    assert last_by_drive(reader) == {"a": 1}
+
+
+def test_nobody_lands_last_where_nothing_lands_last(engine: Callable[..., Reader]) -> None:
+    """The last of a barrier is cancelled, or lost: the others were not it. What is read elsewhere counts there."""
+    a, gate = stands("a", {"f": DATA})
+    reader = engine([a, Shelf("b", {"f": DATA})])
+    slow = Job("slow", (Span("a", "f", 0, 50_000),), barrier=1)
+    reader.submit([slow, *jobs_of(DATA, 50_000, ["b"], 2, barrier=1)])
+    take_all(reader, jobs_of(DATA, 50_000, ["b"], 2), at(DATA))
+    reader.cancel(["slow"])
+    gate.opened.set()
+    settle(reader)
+    missing = Job("missing", (Span("b", "none", 0, 50_000),), barrier=2)
+    reader.submit([missing])
+    assert [type(outcome) for outcome in reader.as_landed(["missing"], PATIENCE_S)] == [Lost]
+    assert last_by_drive(reader) == {}
+    half = Job("half", (Span("a", "none", 0, 50_000), Span("b", "f", 0, 50_000)), barrier=3)
+    while reader.counts()[0]["a"].errors == 0:
+        reader.submit([half])
+        take_all(reader, [half], at(DATA))
+    assert last_by_drive(reader).keys() == {"b"}
 
 
 # --- late reads ---

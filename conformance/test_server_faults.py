@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import threading
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_failure_costs_one_answer(
 
 def test_a_drive_that_sits_out_is_said(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "runtime.server.health.drives", lambda engine: {"a": Drive("suspect", "direct", 1e9, 5, 1, 3, 2)}
+        "runtime.server.health.drives", lambda engine: {"a": Drive("suspect", "direct", 1e9, 5, 1, 3, 2, 0)}
     )
     with served(lend(embedded_engine)) as server:
         answer = server.get("/health")
@@ -110,7 +111,14 @@ def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:
         drives = {name: facts["drives"][name] for name in ("a", "b")}
         assert sum(drive["bytes"] for drive in drives.values()) >= facts["bytes_by_kind"]["demand"] > 0
         assert all(drive["rate_bytes_per_s"] > 0 for drive in drives.values())
+        assert sum(drive["landed_last"] for drive in drives.values()) > 0
         metrics = server.get("/metrics").body.decode()
+        read = re.findall(r'expertstream_read_bytes_total{drive="(\w+)",kind="(\w+)"} (\S+)', metrics)
+        for name, drive in drives.items():
+            assert sum(float(nbytes) for of, _, nbytes in read if of == name) == drive["bytes"]
+        for kind, nbytes in facts["bytes_by_kind"].items():
+            assert sum(float(n) for _, of, n in read if of == kind) == nbytes
+        assert f'expertstream_drive_landed_last_total{{drive="a"}} {float(drives["a"]["landed_last"])}' in metrics
         assert f'expertstream_drive_reads_total{{drive="a"}} {float(drives["a"]["reads"])}' in metrics
 
 

@@ -17,6 +17,8 @@ api = pytest.importorskip("playwright.sync_api", reason="needs playwright: insta
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
+COLUMNS = ["state", "mode", "now", "learned", "read", "reads", "last", "errors"]
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -53,6 +55,8 @@ def test_the_page(browser: Any, server: Served) -> None:
     shows("#model", MODEL)
     shows("#drives tr td:first-child", "model")
     shows("#queue", re.compile("^idle"))
+    assert page.locator("th").all_text_contents() == ["drive", *COLUMNS]
+    api.expect(page.locator("#drives td")).to_have_count(1 + len(COLUMNS))
     page.fill("#text", "What is the capital of France?")
     page.click("#send")
     shows(".said", "The capital of France is Paris.")

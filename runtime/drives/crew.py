@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from queue import SimpleQueue
 
@@ -58,7 +58,8 @@ class Counts:
     reads and errors: those that ended well, and that did not. Bytes are those of the former; device_bytes is what the
     drive moved for them: requested_bytes ≤ device_bytes ≤ requested_bytes + two blocks for each read. checked_bytes:
     the part of requested_bytes that checks read. spoiled_bytes: moved, but not what they should be. retries, hedges:
-    reads started because another failed, is late.
+    reads started because another failed, is late. landed_last, of a drive: how often it brought the last slice of all
+    that was wanted together.
     """
 
     requested_bytes: int = 0
@@ -69,6 +70,7 @@ class Counts:
     hedges: int = 0
     checked_bytes: int = 0
     spoiled_bytes: int = 0
+    landed_last: int = 0
     busy_s: float = 0.0
 
     def add(self, errand: Errand, report: Report) -> None:
@@ -84,6 +86,11 @@ class Counts:
             self.requested_bytes += report.requested
             self.checked_bytes += report.requested if errand.slice is None else 0
             self.device_bytes += report.moved
+
+    def merge(self, other: Counts) -> None:
+        """Count also what the other has counted."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)

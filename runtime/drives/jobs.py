@@ -273,7 +273,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The job's bytes lie whole in this lease, no read into it is outstanding, and it is the receiver's from now on."""
+    """The job's bytes lie whole in this lease, no read into it is outstanding, and it is the receiver's from now on.
+
+    `pieces` are in the order in which they came.
+    """
 
     key: Key
     lease: int

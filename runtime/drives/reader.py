@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -78,7 +79,8 @@ PULSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The job's bytes, whole, in `buffer`; the receiver releases it. pieces: which drive delivered what."""
+    """The job's bytes, whole, in `buffer`; the receiver releases it. pieces: which drive delivered what, in the order
+    in which it came."""
 
     key: Key
     buffer: Buffer
@@ -166,11 +168,12 @@ class Reader:
         self._kind_of, self._watch, self._guess = kind_of, watch, guess
         self._scheduler = Scheduler([spec for _, spec in drives], policy, uplinks)
         self._crews = {spec.name: Crew(device, spec, self._reported, verify, trace) for device, spec in drives}
-        self._kinds: dict[str, Counts] = {}
+        self._kinds: dict[tuple[str, str], Counts] = {}
         self._tickets: dict[Key, _Ticket] = {}
         self._outcomes: dict[Key, Outcome] = {}
         self._guesses: dict[Key, float] = {}
         self._pending: list[tuple[int, int, Key]] = []
+        self._barriers: Counter[int] = Counter()
         self._arrivals = 0
         self._promised = 0
         self._demand_live = 0
@@ -204,6 +207,8 @@ class Reader:
                 if job.key not in self._tickets and not isinstance(self._outcomes.get(job.key), Landed):
                     self._outcomes.pop(job.key, None)
                     self._tickets[job.key] = _Ticket(job, kind, now, cost)
+                    if job.priority is Priority.DEMAND:
+                        self._barriers[job.barrier] += 1
                     self._queue(job)
                 elif job.priority is Priority.DEMAND:
                     self._promote([job.key], job.barrier)
@@ -276,7 +281,15 @@ class Reader:
         """What was read so far, by drive and by kind (`demand`, `prefetch`, `check`, and what `kind_of` says)."""
         with self._lock:
             drives = {name: replace(crew.counts) for name, crew in self._crews.items()}
-            return drives, {kind: replace(counts) for kind, counts in self._kinds.items()}
+            kinds: dict[str, Counts] = {}
+            for (_, kind), counts in self._kinds.items():
+                kinds.setdefault(kind, Counts()).merge(counts)
+            return drives, kinds
+
+    def bytes_read(self) -> dict[tuple[str, str], int]:
+        """The requested bytes of `counts`, by drive and kind."""
+        with self._lock:
+            return {of: counts.requested_bytes for of, counts in self._kinds.items()}
 
     def modes(self) -> dict[str, str]:
         """How bytes come from each drive: `direct`, `nocache`, `buffered: reason`."""
@@ -312,6 +325,7 @@ class Reader:
             assert self._promised == sum(t.cost for t in tickets if t.admitted and not t.leased)
             assert {p[2] for p in self._pending} == {k for k, t in self._tickets.items() if not t.admitted}
             assert self._demand_live == sum(t.admitted and t.job.priority is Priority.DEMAND for t in tickets)
+            assert self._barriers == Counter(t.job.barrier for t in tickets if t.job.priority is Priority.DEMAND)
             assert self._guesses.keys() <= self._outcomes.keys()
             if not self._tickets:
                 assert not self._promised
@@ -447,6 +461,7 @@ class Reader:
                 self._guess(key, Fate.NEEDED, ticket.queued, barrier)
             ticket.job = replace(ticket.job, priority=Priority.DEMAND, barrier=barrier)
             ticket.late = True
+            self._barriers[barrier] += 1
             if ticket.admitted:
                 self._demand_live += 1
                 live.append(key)
@@ -490,6 +505,8 @@ class Reader:
             self._demand_live -= not guess
             if not ticket.leased:
                 self._promised -= ticket.cost
+        if not guess:
+            self._leave(ticket.job.barrier, outcome)
         if isinstance(outcome, Landed) or not guess:
             self._outcomes[outcome.key] = outcome
             if guess:
@@ -497,6 +514,14 @@ class Reader:
         elif self._guess is not None:
             self._guess(outcome.key, Fate.DROPPED, ticket.queued, ticket.job.barrier)
         self._landed.notify_all()
+
+    def _leave(self, barrier: int, outcome: Outcome) -> None:
+        """A demand job is over: if it was the last of its barrier and has landed, the drive of its last slice was."""
+        self._barriers[barrier] -= 1
+        if not self._barriers[barrier]:
+            del self._barriers[barrier]
+            if isinstance(outcome, Landed):
+                self._crews[outcome.pieces[-1].drive].counts.landed_last += 1
 
     # --- what the scheduler says; with the lock held ---
 
@@ -548,7 +573,7 @@ class Reader:
         """A thread of a crew has done an errand."""
         with self._lock:
             crew.counts.add(errand, report)
-            self._kinds.setdefault(errand.kind, Counts()).add(errand, report)
+            self._kinds.setdefault((crew.spec.name, errand.kind), Counts()).add(errand, report)
             if errand.slice is not None and report.fault is None:
                 crew.credit(errand.slice)
             crew.waiting += 1

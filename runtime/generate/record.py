@@ -132,7 +132,7 @@ def _io(engine: Engine) -> Record:
     """What was read, by drive and kind. Without drives, all comes plainly through the page cache."""
     if engine.drives is None:
         checkpoint, demand = engine.checkpoint, engine.experts.stats.bytes_read
-        plain = {"bytes": checkpoint.bytes_read, "reads": checkpoint.reads, "retries": 0, "errors": 0}
+        plain = {"bytes": checkpoint.bytes_read, "reads": checkpoint.reads, "retries": 0, "errors": 0, "landed_last": 0}
         return {
             "requested_bytes": checkpoint.bytes_read,
             "device_bytes": None,
@@ -143,7 +143,7 @@ def _io(engine: Engine) -> Record:
     counts, kinds, modes = engine.drives.counts()
     drives: dict[str, Record] = {
         name: {"bytes": c.requested_bytes, "reads": c.reads, "retries": c.retries, "errors": c.errors}
-        | {"mode": modes[name]}
+        | {"landed_last": c.landed_last, "mode": modes[name]}
         for name, c in counts.items()
     }
     return {

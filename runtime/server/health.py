@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ WELL = ("ready", "new")
 
 @dataclass(frozen=True)
 class Drive:
-    """`rate_bytes_per_s` is learned, None where nothing is."""
+    """`rate_bytes_per_s` is learned, None where nothing is. `landed_last`: how often it brought the last slice of what
+    was asked for together."""
 
     state: str
     mode: str
@@ -27,13 +29,14 @@ class Drive:
     reads: int
     errors: int
     retries: int
+    landed_last: int
 
 
 def drives(engine: Engine) -> dict[str, Drive]:
     """The drives by name."""
     if engine.drives is None:
         checkpoint = engine.checkpoint
-        return {MODEL: Drive("ready", "buffered", None, checkpoint.bytes_read, checkpoint.reads, 0, 0)}
+        return {MODEL: Drive("ready", "buffered", None, checkpoint.bytes_read, checkpoint.reads, 0, 0, 0)}
     counts, _, modes = engine.drives.counts()
     reader = engine.drives.reader
     assert reader is not None
@@ -47,17 +50,27 @@ def drives(engine: Engine) -> dict[str, Drive]:
             counted.reads,
             counted.errors,
             counted.retries,
+            counted.landed_last,
         )
         for name, counted in counts.items()
     }
 
 
-def kinds(engine: Engine) -> dict[str, int]:
-    """Bytes read of each kind."""
+def bytes_read(engine: Engine) -> dict[tuple[str, str], int]:
+    """Bytes read, by drive and kind."""
     if engine.drives is None:
         demand = engine.experts.stats.bytes_read
-        return {"demand": demand, "trunk": engine.checkpoint.bytes_read - demand}
-    return {kind: counted.requested_bytes for kind, counted in engine.drives.counts()[1].items()}
+        return {(MODEL, "demand"): demand, (MODEL, "trunk"): engine.checkpoint.bytes_read - demand}
+    assert engine.drives.reader is not None
+    return engine.drives.reader.bytes_read()
+
+
+def kinds(engine: Engine) -> dict[str, int]:
+    """Bytes read of each kind."""
+    total: Counter[str] = Counter()
+    for (_, kind), nbytes in bytes_read(engine).items():
+        total[kind] += nbytes
+    return dict(total)
 
 
 def report(worker: Worker, model: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runtime.server.health import drives, kinds
+from runtime.server.health import bytes_read, drives
 
 if TYPE_CHECKING:
     from runtime.server.worker import Worker
@@ -73,11 +73,15 @@ class _Engine(Collector):
         yield GaugeMetricFamily("expertstream_cache_bytes", "Memory held by experts", float(stats.bytes_held))
         yield _counter("cache", "Experts wanted, by outcome", "outcome", {"hit": stats.hits, "miss": stats.misses})
         yield _counter("cache_evictions", "Experts dropped for others", "cache", {"experts": stats.evictions})
-        yield _counter("read_bytes", "Bytes read, by kind", "kind", kinds(engine))
+        read = CounterMetricFamily("expertstream_read_bytes", "Bytes read", labels=["drive", "kind"])
+        for of, nbytes in bytes_read(engine).items():
+            read.add_metric(of, float(nbytes))
+        yield read
         by_drive = drives(engine)
-        yield _counter("drive_bytes", "Bytes read", "drive", {name: d.bytes for name, d in by_drive.items()})
         yield _counter("drive_reads", "Reads that ended well", "drive", {name: d.reads for name, d in by_drive.items()})
         yield _counter("drive_errors", "Reads that failed", "drive", {name: d.errors for name, d in by_drive.items()})
+        last = "Times that the last of what was asked for together came from this drive"
+        yield _counter("drive_landed_last", last, "drive", {name: d.landed_last for name, d in by_drive.items()})
 
 
 def _counter(name: str, what: str, label: str, values: dict[str, int]) -> Metric:
