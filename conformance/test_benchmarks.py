@@ -426,6 +426,14 @@ def test_limits_hold_for_the_process_that_is_started_so_and_nothing_is_left_afte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_images_are_read_into_memory_only_where_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{limits.MOUNTED}-a.img").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(limits, "SPARE_BYTES", 0)
+    assert limits.keep_in_memory(tmp_path)
+    monkeypatch.setattr(limits, "SPARE_BYTES", 1 << 60)
+    assert not limits.keep_in_memory(tmp_path)
+
+
 def test_interrupted_a_session_leaves_nothing(tmp_path: Path, start: Start) -> None:
     if sys.platform != "linux" or os.geteuid():
         pytest.skip("needs Linux and root")
