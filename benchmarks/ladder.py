@@ -52,6 +52,8 @@ from runtime.weights.placement import MODEL
 
 SPARE = 2
 """Rounds that are run beside those asked for, where arms were void."""
+REPORTED = ("drives", "troubles", "barriers", "last_by_drive", "waits", "accounts")
+"""Of a trace's report, what is kept with the arm; the trace has the rest."""
 FRANCE = "The capital of France is"
 
 
@@ -207,7 +209,7 @@ def _reads(
         "by_drive": by_drive,
         "bound_s": bound_s,
         "of_bound": bound_s / seconds,
-        "report": report(analysis, top=3),
+        "report": {key: value for key, value in report(analysis).items() if key in REPORTED},
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -101,7 +102,7 @@ def portable(value: Any, names: Mapping[str, str]) -> Any:
     """The same with these beginnings of paths replaced, so that it can be sent, and names nobody's home."""
     if isinstance(value, str):
         for path, name in names.items():
-            value = value.replace(path, name)
+            value = re.sub(re.escape(path) + r"(?![\w.-])", name, value)
         return value
     if isinstance(value, Mapping):
         return {portable(key, names): portable(item, names) for key, item in value.items()}
