@@ -106,6 +106,12 @@ def bench_kernels(session: nox.Session) -> None:
     bench(session, "kernel_session")
 
 
+@nox.session(name="bench-slice", venv_backend="none")
+def bench_slice(session: nox.Session) -> None:
+    """Runs at the released dimensions, beside what the machine could do."""
+    bench(session, "slice")
+
+
 @nox.session(name="bench-peers", venv_backend="none")
 def bench_peers(session: nox.Session) -> None:
     """Other engines on the same checkpoint."""

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["--prompt-ids", ids, "--max-new", str(max_new), *variants(asked)[""][0]]
         ours = make_arm(asked, OURS, words, partners=OURS)
         peers, record["not_run"] = _mlx_lm(model, ids, max_new, ours)
-        peers += [_engine(text, model, ids, max_new, ours) for text in asked.engine]
+        peers += [engine(text, model, ids, max_new, ours) for text in asked.engine]
         arms = [ours, *peers]
         with place(asked, "peers", arms) as where:
             record["arms"] = results = interleave(arms, asked.rounds, where)
@@ -91,7 +91,7 @@ def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], 
     return [Arm("mlx-lm", partners="mlx-lm", exact=False, command=command, cold=ours.cold, files=ours.files)], {}
 
 
-def _engine(text: str, model: Path, ids: str, max_new: int, ours: Arm) -> Arm:
+def engine(text: str, model: Path, ids: str, max_new: int, ours: Arm) -> Arm:
     """From NAME=COMMAND. Raises UsageError."""
     name, _, command = text.partition("=")
     values = {"model": str(model), "ids": ids, "max_new": str(max_new), "prompt": _prompt(model, ids)}
