@@ -99,9 +99,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[int], None]]
     doings: dict[str, Callable[[int], None]] = {}
 
     class Ill(RealDevice):
-        def __init__(self, name: str, root: Path) -> None:
+        def __init__(self, name: str, root: Path, **others: Any) -> None:
             self.count, self.lock = 0, threading.Lock()
-            super().__init__(name, root)
+            super().__init__(name, root, **others)
 
         def read(self, file: str, offset: int, into: memoryview) -> int:
             with self.lock:
@@ -109,7 +109,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[int], None]]
             doings.get(self.name, lambda _: None)(number)
             return super().read(file, offset, into)
 
-    monkeypatch.setattr(arrangement, "RealDevice", Ill)
+    monkeypatch.setattr("runtime.drives.real.RealDevice", Ill)
     return doings
 
 

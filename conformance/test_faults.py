@@ -29,6 +29,7 @@ from runtime.generate import Engine
 from runtime.weights import layout as arrangement
 from runtime.weights.checks import VerifyReads
 from runtime.weights.layout import Layout
+from runtime.weights.placement import MODEL
 
 SLOW_S = 0.002
 
@@ -191,15 +192,16 @@ def test_a_drive_that_comes_back_is_read_again(stand: Stand) -> None:
     with two_drives(stand, lost) as (engine, doings):
         assert answer(engine.session(), stand.prompt) == stand.plain
         assert health(engine) in (Health.SUSPECT, Health.LOST)
-        before = counted(engine)["d0"].requested_bytes
+        before = counted(engine)["d0"]
         del doings["d0"]
         for _ in range(2000):
             if health(engine) is Health.READY:
                 break
             time.sleep(0.01)
+        doings[MODEL] = lost  # or a check on a busy machine may have found d0 too slow to be asked
         assert answer(engine.session(), stand.prompt) == stand.plain
         after = counted(engine)["d0"]
-        assert after.requested_bytes - after.checked_bytes > before
+        assert after.requested_bytes - after.checked_bytes > before.requested_bytes - before.checked_bytes
 
 
 # -- copies and places ---------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from commandline import Command, on
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.arrays import write_arrays
 from runtime.generate import Engine
 from runtime.weights import heat as learned
 from runtime.weights.heat import HALF_LIFE, Heat
@@ -80,7 +80,12 @@ def damage(path: Path, how: str) -> None:
     about = {"format": learned.FORMAT, "fingerprint": path.stem}
     match how:
         case "cut":
-            path.write_bytes(safetensors.numpy.save({"counts": counts, "passes": passes}, about)[:-8])
+            write_arrays(path, {"counts": counts, "passes": passes}, about)
+            path.write_bytes(path.read_bytes()[:-8])
+            return
+        case "bit":
+            write_arrays(path, {"counts": counts, "passes": passes}, about)
+            path.write_bytes(path.read_bytes()[:-1] + b"\x41")
             return
         case "text":
             path.write_text("not a file of this kind")
@@ -102,12 +107,12 @@ def damage(path: Path, how: str) -> None:
         case "nan":
             counts[3, 3] = np.nan
         case "lacking":
-            path.write_bytes(safetensors.numpy.save({"counts": counts}, about))
+            write_arrays(path, {"counts": counts}, about)
             return
-    path.write_bytes(safetensors.numpy.save({"counts": counts, "passes": passes}, about))
+    write_arrays(path, {"counts": counts, "passes": passes}, about)
 
 
-HOWS = ["cut", "text", "empty", "folder", "model", "shape", "type", "negative", "nan", "lacking"]
+HOWS = ["cut", "bit", "text", "empty", "folder", "model", "shape", "type", "negative", "nan", "lacking"]
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -94,7 +94,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> set[str]:
                 time.sleep(0.005)
             return super().read(file, offset, into)
 
-    monkeypatch.setattr(arrangement, "RealDevice", Slow)
+    monkeypatch.setattr("runtime.drives.real.RealDevice", Slow)
     return names
 
 

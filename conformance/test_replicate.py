@@ -291,7 +291,7 @@ def test_what_cannot_be_read_is_read_elsewhere(
                 raise DeviceError(Fault.IO, f"{file} at {offset}: Input/output error")
             return super().read(file, offset, into)
 
-    monkeypatch.setattr(opened, "RealDevice", Ill)
+    monkeypatch.setattr("runtime.drives.real.RealDevice", Ill)
     ended = cli(*line(small, to, "30k"))
     assert ended.status == 4
     assert "Input/output error" in last(ended)

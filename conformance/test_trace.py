@@ -293,7 +293,7 @@ def test_a_run_that_fails_is_traced_to_its_end(
                 raise DeviceError(Fault.GONE, "no such device")
             return super().read(file, offset, into)
 
-    monkeypatch.setattr(arrangement, "RealDevice", Ill)
+    monkeypatch.setattr("runtime.drives.real.RealDevice", Ill)
     path = tmp_path / "t.csv"
     ended = cli("run", *on(tiny), "--prompt-ids", "1,2,3", "--simulate-drive", "a=100MB/s", "--trace", path)
     assert ended.status == 4
@@ -313,8 +313,9 @@ def test_a_run_that_is_stopped_is_traced_to_its_end(
     reads: list[str] = []
 
     def count(self: RealDevice, file: str, offset: int, into: memoryview) -> int:
+        moved = read(self, file, offset, into)
         reads.append(file)
-        return read(self, file, offset, into)
+        return moved
 
     monkeypatch.setattr(RealDevice, "read", count)
     monkeypatch.setattr(Interrupts, "cancelled", lambda self: len(reads) > 60)

@@ -40,7 +40,7 @@ def trouble() -> Iterator[Doings]:
             doing = doings.get(self.name)
             return read(file, offset, into) if doing is None else doing(lambda: read(file, offset, into), into)
 
-    with mock.patch.object(arrangement, "RealDevice", Troubled):
+    with mock.patch("runtime.drives.real.RealDevice", Troubled):
         yield doings
 
 

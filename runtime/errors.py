@@ -12,7 +12,7 @@ class ExpertstreamError(Exception):
     """Base of every error that is the world's or the user's doing, not a bug.
 
     `code` names the kind in `--json` output; `exit_code` is the status the process ends with. The message is one
-    line; `details`, where there is a list to give, are shown below it, a line each.
+    line; `details`, where there is a list to give, are shown below it, a line each (`shortened` where there are many).
     """
 
     code = "error"
@@ -59,3 +59,9 @@ class Cancelled(ExpertstreamError):
 
     code = "interrupted"
     exit_code = 130
+
+
+def shortened(lines: Sequence[str], most: int = 20) -> list[str]:
+    """The first of many lines, and one that says how many more there are."""
+    more = [f"... and {len(lines) - most:,} more"] if len(lines) > most else []
+    return [*lines[:most], *more]

@@ -29,6 +29,11 @@ EXPERT_TENSORS = (
 """In the order they have on disk and in `PackedExpert`."""
 
 
+def expert_file(layer: int, expert: int) -> str:
+    """The name of a file that has one expert and nothing else, its tensors back to back."""
+    return f"L{layer}-E{expert}.bin"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor as the model wants it, and the shapes in which a file may hold it."""

@@ -18,12 +18,11 @@ from runtime.commands.drives import parse_drives
 from runtime.commands.outlook import Facts, Fleet, Outlook, Settings, record, text
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.config import ModelConfig
-from runtime.drives.device import DeviceError
 from runtime.drives.figures import is_rate
 from runtime.drives.identity import Identity, identify
-from runtime.drives.real import RealDevice
+from runtime.drives.real import open_drive
 from runtime.drives.remembered import recall
-from runtime.errors import CheckpointError, DoesNotFitError, StorageError, UsageError
+from runtime.errors import CheckpointError, DoesNotFitError, UsageError
 from runtime.forecast import (
     Drawn,
     Figures,
@@ -79,14 +78,9 @@ def forecast(request: Request, as_json: bool) -> None:
     """Simulate and print. Raises UsageError, CheckpointError, DoesNotFitError, StorageError, Cancelled."""
     request.check()
     with Interrupts() as stop, progress("simulating") as report:
-
-        def advanced(done: int, total: int) -> None:
-            stop.check("simulating")
-            report(done, total)
-
         facts, checkpoint = _model(request)
         fleet = _fleet(request, facts, checkpoint)
-        outlook = _simulate(request, facts, fleet, advanced)
+        outlook = _simulate(request, facts, fleet, stop.stoppable("simulating", report))
     for note in fleet.notes:
         say(f"note     {note}")
     write(json.dumps(record(outlook)) + "\n" if as_json else text(outlook))
@@ -151,10 +145,7 @@ def _figures_of(
     identities: dict[str, Identity] = {}
     modes: dict[str, str] = {}
     for name, path in paths.items():
-        try:
-            device = RealDevice(name, path)
-        except DeviceError as error:
-            raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
+        device = open_drive(name, path)
         modes[name] = device.mode
         device.close()
         with suppress(OSError):

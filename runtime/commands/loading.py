@@ -127,11 +127,6 @@ class Loading:
                 _compile(stop)
 
         with progress("loading", in_bytes=True) as report:
-
-            def advanced(done: int, total: int) -> None:
-                stop.check("loading")
-                report(done, total)
-
             return Engine.load(
                 self.path,
                 backend=backend,
@@ -150,7 +145,7 @@ class Loading:
                 prefetch=self.prefetch,
                 prompt=ready,
                 announce=announce,
-                progress=advanced,
+                progress=stop.stoppable("loading", report),
             )
 
 

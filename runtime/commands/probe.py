@@ -15,7 +15,7 @@ from runtime.drives.identity import Identity, identify
 from runtime.drives.jobs import MIB, Span
 from runtime.drives.material import large_files
 from runtime.drives.probe import BLOCK_BYTES, DEPTHS, Ceiling, Findings, Together, probe
-from runtime.drives.real import RealDevice
+from runtime.drives.real import open_drive
 from runtime.drives.remembered import MOST_DEPTH, Remembered, key_of
 from runtime.drives.throttled import ThrottledDevice
 from runtime.errors import StorageError, UsageError
@@ -86,10 +86,6 @@ def probe_drives(model: Path | None, layout: Layout, amount: Amount, as_json: bo
             names = ", ".join(device.name for device, _ in drives)
             say(f"probe    {names}: {amount.rounds} rounds at {', '.join(map(str, amount.depths))} reads in flight")
 
-        def advanced(done: int, total: int) -> None:
-            stop.check("measuring")
-            report(done, total)
-
         try:
             findings = probe(
                 drives,
@@ -98,7 +94,7 @@ def probe_drives(model: Path | None, layout: Layout, amount: Amount, as_json: bo
                 budget_bytes=amount.nbytes,
                 limit_s=amount.seconds,
                 identities=identities,
-                progress=advanced,
+                progress=stop.stoppable("measuring", report),
             )
         except DeviceError as error:
             raise StorageError(f"a drive could not be measured: {error}") from None
@@ -113,19 +109,18 @@ def drive_places(model: Path | None, layout: Layout) -> dict[str, Path]:
     """The directory of each drive. Raises UsageError when the model's is none."""
     if model is not None and not model.is_dir():
         raise UsageError(f"--model {model}: there is no such directory")
-    root = model or embedded_model()
-    places = {limit.name: root for limit in layout.limits}
-    if not places and (model is not None or not layout.directories):
-        places[MODEL] = root
-    return places | dict(layout.directories)
+    places = layout.paths(model or embedded_model())
+    if model is None and layout.directories:
+        places.pop(MODEL, None)
+    return places
 
 
 def _open(name: str, path: Path) -> tuple[Device, list[Span]]:
     try:
         spans = large_files(name, path, BLOCK_BYTES)
-        return RealDevice(name, path, probe=path / spans[0].file if spans else None), spans
-    except (OSError, DeviceError) as error:
+    except OSError as error:
         raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
+    return open_drive(name, path, probe=path / spans[0].file if spans else None), spans
 
 
 def _remember(findings: Findings, identities: Mapping[str, Identity]) -> list[str]:

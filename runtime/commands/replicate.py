@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.manifest import COPY_NAME, AnotherModel, Manifest, load_if_there, manifest_path
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.drives.identity import identify, same_device
-from runtime.errors import CheckpointError, StorageError, UsageError
+from runtime.errors import CheckpointError, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
 from runtime.generate.plan import size
-from runtime.progress import Progress
 from runtime.setup.copies import Copies, open_copies
 from runtime.setup.replicate import Outcome, Plan, Replication, choose
 from runtime.setup.target import TARGET, Target
@@ -26,9 +26,6 @@ from runtime.setup.verify import Found, read_all
 from runtime.weights.heat import Heat
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
-
-SHOWN = 20
-"""Experts that a message names."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def _look(checkpoint: Checkpoint, target: Target, plan: Plan, stop: Interrupts) 
     found = Found(copies, Manifest(checkpoint))
     try:
         with progress("comparing what is there", in_bytes=True) as report:
-            read_all([found], _stoppable(stop, "comparing", report))
+            read_all([found], stop.stoppable("comparing", report))
     finally:
         copies.close()
     return found.seen
@@ -185,7 +182,7 @@ def _work(work: Replication, plan: Plan, target: Target, checkpoint: Checkpoint,
     started = time.monotonic()
     try:
         with progress("copying", in_bytes=True) as report:
-            work.run(plan, _stoppable(stop, "copying", report))
+            work.run(plan, stop.stoppable("copying", report))
     except BaseException:
         with suppress(StorageError):  # a full drive is told of already
             _keep(work, target, checkpoint)
@@ -216,27 +213,17 @@ def _keep(work: Replication, target: Target, checkpoint: Checkpoint) -> None:
         target.save(manifest)
 
 
-def _stoppable(stop: Interrupts, doing: str, report: Progress) -> Progress:
-    def advanced(done: int, total: int) -> None:
-        stop.check(doing)
-        report(done, total)
-
-    return advanced
-
-
 def _end(outcome: Outcome, target: Target) -> None:
     """Raise StorageError for what could not be done."""
     if outcome.foreign:
-        names = [f"L{layer}-E{expert}.bin" for layer, expert in outcome.foreign]
-        more = [f"... and {len(names) - SHOWN:,} more"] * (len(names) > SHOWN)
+        names = [expert_file(layer, expert) for layer, expert in outcome.foreign]
         raise StorageError(
             f"{target.path} has {len(names):,} files with the name of an expert that are not this model's, or damaged, "
             "and that replicate did not write: give --to another directory, or --replace to write them anew",
-            names[:SHOWN] + more,
+            shortened(names),
         )
     if outcome.lost:
-        more = [f"... and {len(outcome.lost) - SHOWN:,} more"] * (len(outcome.lost) > SHOWN)
         raise StorageError(
             f"{len(outcome.lost):,} experts could not be copied: no source gives the right bytes",
-            outcome.lost[:SHOWN] + more,
+            shortened(outcome.lost),
         )

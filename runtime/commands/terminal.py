@@ -139,6 +139,15 @@ class Interrupts:
         if self.cancelled():
             raise Cancelled(f"stopped while {doing}, as asked")
 
+    def stoppable(self, doing: str, report: Progress) -> Progress:
+        """`report`, but for raising Cancelled, as `check` does, when somebody has asked to stop."""
+
+        def advanced(done: int, total: int) -> None:
+            self.check(doing)
+            report(done, total)
+
+        return advanced
+
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
         for other in self._before:

@@ -13,16 +13,13 @@ import numpy as np
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import COPY_NAME, Manifest, load_if_there, manifest_path
 from runtime.commands.terminal import Interrupts, progress, say, write
-from runtime.errors import Cancelled, StorageError, UsageError
+from runtime.errors import Cancelled, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
 from runtime.generate.plan import size
 from runtime.setup.copies import open_copies
 from runtime.setup.verify import Found, Verdict, judge, read_all
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
-
-SHOWN = 20
-"""Bad copies that are named."""
 
 
 def verify(model: Path | None, layout: Layout, *, build: bool, named: Path | None) -> None:
@@ -45,13 +42,8 @@ def verify(model: Path | None, layout: Layout, *, build: bool, named: Path | Non
         found = [Found(one, Manifest(checkpoint)) for one in copies]
         started, stopped = time.monotonic(), None
         with Interrupts() as stop, progress("verifying", in_bytes=True) as report:
-
-            def advanced(done: int, total: int) -> None:
-                stop.check("verifying")
-                report(done, total)
-
             try:
-                read_all(found, advanced)
+                read_all(found, stop.stoppable("verifying", report))
             except Cancelled as error:
                 stopped = error
             verdict = judge(manifest, found, own)
@@ -150,5 +142,4 @@ def _error(found: Sequence[Found], verdict: Verdict, problems: list[str]) -> Sto
     advice = "replicate --to writes a drive's anew"
     if any(bad.drive == MODEL for bad in verdict.bad):
         advice = "fetch the model's files again, or, if they were replaced on purpose, verify --build"
-    shown = lines[:SHOWN] + ([f"... and {len(lines) - SHOWN:,} more"] if len(lines) > SHOWN else [])
-    return StorageError(f"{'; '.join(said)}; {advice}", [*shown, *problems])
+    return StorageError(f"{'; '.join(said)}; {advice}", [*shortened(lines), *problems])

@@ -90,7 +90,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers in use and spare ones, together never above `limit_bytes` as long as `fits` is asked first.
+    """Buffers in use and spare ones, together above `limit_bytes` only where more are taken than it has room for.
 
     Safe to call from several threads at once; nothing here waits.
     """

@@ -30,6 +30,7 @@ from runtime.drives.buffers import address, aligned
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import MIB, Fault
 from runtime.drives.kernel import device_bytes_read
+from runtime.errors import StorageError
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 F_RDAHEAD, F_NOCACHE = 45, 48  # macOS <sys/fcntl.h>
@@ -463,6 +464,14 @@ def _some_file(root: Path) -> str | None:
             if seen >= PROBE_LOOK:
                 return best
     return best
+
+
+def open_drive(name: str, path: Path, probe: Path | None = None) -> RealDevice:
+    """The drive of a directory. Raises StorageError, for people, where `RealDevice` raises DeviceError."""
+    try:
+        return RealDevice(name, path, probe=probe)
+    except DeviceError as error:
+        raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
 
 
 def device_of(path: str) -> int | None:

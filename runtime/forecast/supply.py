@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from runtime.checkpoint.inventory import expert_file
 from runtime.drives.figures import is_name, parse_figures, parse_latency, parse_rate
 from runtime.drives.jobs import Span
 from runtime.errors import UsageError
@@ -86,7 +87,7 @@ class Drawn:
         self.name, self.here, self._nbytes = name, here, nbytes
 
     def span(self, layer: int, expert: int) -> Span:
-        return Span(self.name, f"L{layer}-E{expert}.bin", 0, self._nbytes)
+        return Span(self.name, expert_file(layer, expert), 0, self._nbytes)
 
 
 class Uplinks:

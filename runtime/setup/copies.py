@@ -9,11 +9,8 @@ from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import Buffer, BufferPool
-from runtime.drives.device import Device, DeviceError
-from runtime.drives.real import RealDevice
-from runtime.errors import StorageError
 from runtime.weights.layout import Layout
-from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Shards
+from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards, open_holder
 
 DEPTH = 4
 """Threads that read from a drive at once, each into a buffer of an expert."""
@@ -25,15 +22,8 @@ class Copies:
     def __init__(self, checkpoint: Checkpoint, holder: Holder, path: Path) -> None:
         self.name, self.path, self.holder = holder.name, path, holder
         self._checkpoint = checkpoint
-        try:
-            device: Device = RealDevice(holder.name, path)
-        except DeviceError as error:
-            raise StorageError(f"drive {holder.name}: {path} cannot be read: {error}") from None
-        if isinstance(holder, Shards) and checkpoint.scattered:
-            device = Gathering(device, checkpoint)
-        self._device = device
-        alignment = max(mmap.PAGESIZE, device.alignment)
-        self._pool = BufferPool(0, alignment)
+        self._device = open_holder(holder, path, checkpoint)
+        self._pool = BufferPool(0, max(mmap.PAGESIZE, self._device.alignment))
         self._pool.limit_bytes = DEPTH * self._pool.cost(checkpoint.expert_nbytes)
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.manifest import COPY_NAME, Digest, Manifest, digest
 from runtime.drives.buffers import aligned
 from runtime.drives.device import DeviceError
@@ -77,7 +78,7 @@ class Target:
                 for name in os.listdir(folder):
                     if _UNFINISHED.fullmatch(name) and (folder / name).is_file():
                         (folder / name).unlink()
-            probe = self.folder / f".L0-E0.bin{PART}"
+            probe = self.folder / f".{expert_file(0, 0)}{PART}"
             probe.touch(exist_ok=False)
             probe.unlink()
         except OSError as error:
@@ -116,10 +117,9 @@ class Target:
 
     def _place(self, layer: int, expert: int) -> Path:
         """Where a copy is, or is to be."""
-        for folder in (self.path, self.folder):
-            if os.path.lexists(folder / f"L{layer}-E{expert}.bin"):
-                return folder / f"L{layer}-E{expert}.bin"
-        return self.folder / f"L{layer}-E{expert}.bin"
+        name = expert_file(layer, expert)
+        there = os.path.lexists(self.path / name)
+        return (self.path if there else self.folder) / name
 
     def _read_back(self, path: Path, wanted: Digest) -> None:
         try:

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.numpy
 
 from runtime.checkpoint import Checkpoint
-from runtime.home import home, write_whole
+from runtime.checkpoint.arrays import read_arrays, write_arrays
+from runtime.errors import CheckpointError
+from runtime.home import home
 
 HALF_LIFE = 8192
 """Passes after which a count is worth half."""
@@ -51,7 +51,7 @@ class Heat:
         self.path, self.note = path, ""
         self.counts: Table = np.zeros((len(layers), experts))
         self.passes = 0.0
-        self._fingerprint = fingerprint
+        self._words = {"format": FORMAT, "fingerprint": fingerprint}
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._own: Table = np.zeros_like(self.counts)
         self._own_passes, self._unsaved, self._saved_at = 0.0, 0, time.monotonic()
@@ -94,9 +94,8 @@ class Heat:
         before, passes = self._read()
         fade = _FADE**self._unsaved
         counts, passes = before * fade + self._own, passes * fade + self._own_passes
-        about = {"format": FORMAT, "fingerprint": self._fingerprint}
         try:
-            write_whole(self.path, safetensors.numpy.save({"counts": counts, "passes": np.array([passes])}, about))
+            write_arrays(self.path, {"counts": counts, "passes": np.array([passes])}, self._words)
             self.counts, self.passes = counts, passes
             self._own[:], self._own_passes, self._unsaved = 0.0, 0.0, 0
         except OSError as error:
@@ -107,13 +106,13 @@ class Heat:
         """(counts, passes) of the file; zeros where it cannot be read, and a note where there is one."""
         nothing = np.zeros_like(self.counts), 0.0
         try:
-            with safetensors.safe_open(self.path, "np") as file:
-                about, counts, passes = file.metadata() or {}, file.get_tensor("counts"), file.get_tensor("passes")
-        except FileNotFoundError:
-            return nothing
-        except (OSError, safetensors.SafetensorError) as error:
+            if not self.path.exists():
+                return nothing
+            arrays, words = read_arrays(self.path)
+            counts, passes = arrays["counts"], arrays["passes"]
+        except (OSError, CheckpointError, KeyError) as error:
             return self._unusable(str(error), nothing)
-        if about != {"format": FORMAT, "fingerprint": self._fingerprint}:
+        if not self._words.items() <= words.items():
             return self._unusable("it is of another format or model", nothing)
         right = counts.dtype == passes.dtype == np.float64 and counts.shape == self.counts.shape and passes.size == 1
         if not right or not all((np.isfinite(a) & (a >= 0)).all() for a in (counts, passes)):

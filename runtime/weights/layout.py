@@ -14,21 +14,21 @@ import numpy as np
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import BufferPool
 from runtime.drives.crew import Counts, Verify
-from runtime.drives.device import Device, DeviceError
+from runtime.drives.device import Device
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify
 from runtime.drives.jobs import MIB, DriveSpec, Job, Policy, Slice
 from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
-from runtime.drives.real import BOUNCE_BYTES, RealDevice
+from runtime.drives.real import BOUNCE_BYTES
 from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.drives.waits import TRUNK
-from runtime.errors import StorageError, UsageError
+from runtime.errors import UsageError
 from runtime.weights.ahead import BlockKey, TrunkReads
 from runtime.weights.checks import ScaleCheck
-from runtime.weights.placement import MODEL, ExpertFiles, Gathering, Holder, Placement, Shards
+from runtime.weights.placement import MODEL, ExpertFiles, Holder, Placement, Shards, open_holder
 from runtime.weights.reads import DriveReads
 
 SMALL_BYTES = MIB
@@ -117,12 +117,7 @@ class Drives:
         self._look_up(paths, limits)
 
     def _open(self, holder: Holder, path: Path, limit: Limit | None) -> Device:
-        try:
-            device: Device = RealDevice(holder.name, path)
-        except DeviceError as error:
-            raise StorageError(f"drive {holder.name}: {path} cannot be read: {error}") from None
-        if isinstance(holder, Shards) and self._checkpoint.scattered:
-            device = Gathering(device, self._checkpoint)
+        device = open_holder(holder, path, self._checkpoint)
         return device if limit is None else ThrottledDevice(device, limit)
 
     def _look_up(self, paths: dict[str, Path], limits: dict[str, Limit]) -> None:

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.survey import ranges
 from runtime.drives.device import Device, DeviceInFront
 from runtime.drives.jobs import Span
+from runtime.drives.real import open_drive
 from runtime.errors import CheckpointError, StorageError
 
 MODEL = "model"
@@ -65,7 +67,7 @@ class Shards:
     def span(self, layer: int, expert: int) -> Span:
         nbytes = self._checkpoint.expert_nbytes
         if not self._checkpoint.is_one_run(layer, expert):
-            return Span(self.name, f"L{layer}-E{expert}.bin", 0, nbytes)
+            return Span(self.name, expert_file(layer, expert), 0, nbytes)
         path, offset = self._checkpoint.expert_start(layer, expert)
         return Span(self.name, path.name, offset, nbytes)
 
@@ -118,7 +120,7 @@ class ExpertFiles:
 
     def span(self, layer: int, expert: int) -> Span:
         folder = FOLDERS[int(self._folder[self._rows[layer], expert])]
-        return Span(self.name, os.path.join(folder, f"L{layer}-E{expert}.bin"), 0, self._nbytes)
+        return Span(self.name, os.path.join(folder, expert_file(layer, expert)), 0, self._nbytes)
 
 
 def count_expert_files(path: Path) -> int:
@@ -185,3 +187,9 @@ class Gathering(DeviceInFront):
                 moved += self.inner.read(span.path.name, span.offset + first - start, part)
             start += span.nbytes
         return moved
+
+
+def open_holder(holder: Holder, path: Path, checkpoint: Checkpoint) -> Device:
+    """What a holder's copies are read from; `path` is its directory. Raises StorageError when it cannot be read."""
+    device = open_drive(holder.name, path)
+    return Gathering(device, checkpoint) if isinstance(holder, Shards) and checkpoint.scattered else device
