@@ -39,7 +39,7 @@ class Lent(Engine):
 def lend(engine: Engine, snapshots: int = 0, **changed: Any) -> Lent:
     values = {f.name: getattr(engine, f.name) for f in fields(engine)}
     parts = {**engine.plan.parts, "snapshots": snapshots}
-    return Lent(**values | {"plan": replace(engine.plan, parts=parts)} | changed)
+    return Lent(**values | {"plan": replace(engine.plan, parts=parts), "chunk": 512} | changed)
 
 
 class ScriptedModel:
