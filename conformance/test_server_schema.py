@@ -115,6 +115,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"model": "m", "stop": "a", "stop": "b"}', '"stop" is given twice'),
+        (b'{"model": "m", "tools": [{"x": {"a": 1, "a": 1}}]}', '"a" is given twice'),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "5,000 digits"),
+        (b'{"temperature": NaN}', "NaN is no JSON number"),
+        (b'{"temperature": -1e999}', "temperature: a number beyond"),
+        (b"[]", "found an array"),
+        (b"null", "found null"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"": 1, "model": "m", "prompt": "x"}', '"" is not a parameter'),
+        (b'{"model": "m", "prompt": "x", "echo": true}', "echo: this server takes false here"),
+    ],
+)
+def test_what_json_does_not_allow_or_leaves_open_is_refused(body: bytes, says: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        validate_completion(parse_object(body))
+    assert refusal.value.status == 400
+    assert says in refusal.value.message
+    assert "sys." not in refusal.value.message, "what a client can do, not what Python has"
+
+
 @pytest.mark.parametrize("fields", ACCEPTED, ids=str)
 def test_accepted(embedded_engine: Engine, fields: dict[str, Any]) -> None:
     check(embedded_engine, **fields)

@@ -1,7 +1,7 @@
 """A request's body: whole, in time, not too large, JSON that could be written again, and an object.
 
-JSON is read more strictly than Python does: no NaN, no endless numbers, no half characters. What is refused here
-names the field where there is one.
+JSON is read more strictly than Python does: no NaN, no endless numbers, no half characters, no field given twice. What
+is refused here names the field where there is one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,9 @@ MAX_VALUES = 2_000_000
 """In a body: more than a prompt of a million token ids needs."""
 MAX_FIELDS = 10_000
 """Of one object."""
+MAX_DIGITS = 1000
+"""Of one whole number: more than any field takes, and far from what takes long to read."""
+NAMES = {list: "an array", str: "a text", bool: "a truth value", int: "a number", float: "a number", type(None): "null"}
 
 
 class Bodies:
@@ -45,6 +49,10 @@ class Bodies:
             self._left_bytes += len(body)
 
     async def _read(self, request: Request, body: bytearray) -> None:
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            message = f"Content-Encoding {coding}: this server takes bodies as they are, not compressed"
+            raise ApiError(415, message, close=True)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._limit_bytes:
             raise _too_large(self._limit_bytes)
@@ -71,7 +79,7 @@ def _too_large(limit_bytes: int) -> ApiError:
 def parse_object(body: bytes) -> dict[str, Any]:
     """The object that the body is. Raises ApiError 400."""
     try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
+        value = json.loads(body.decode(), parse_constant=_no_number, parse_int=_whole, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise refused(f"the body is not UTF-8: byte 0x{body[error.start]:02x} at offset {error.start}") from None
     except RecursionError:
@@ -79,7 +87,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise refused(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise refused(f"the body is JSON, but not an object: wanted {{…}}, found {type(value).__name__}")
+        raise refused(f"the body is JSON, but not an object: wanted {{…}}, found {NAMES[type(value)]}")
     try:
         _check(value)
     except RecursionError:
@@ -89,6 +97,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _no_number(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON number")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits, more than {MAX_DIGITS:,}")
+    return int(digits)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the field {json.dumps(twice)} is given twice in one object")
+    return value
 
 
 def _check(body: dict[str, Any]) -> None:

@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import json
 import socket
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.server.errors import ApiError
@@ -39,13 +41,8 @@ class Connection(H11Protocol):
         _probe_the_peer(transport.get_extra_info("socket"))
         if len(self.connections) > self.most:
             message = f"this server takes {self.most} connections at a time, and has them"
-            error = ApiError(503, message, code="too_many_connections", kind="server_error")
-            body = json.dumps(error.body).encode()
-            transport.write(
-                b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                b"Retry-After: 10\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            transport.close()
+            code, kind = "too_many_connections", "server_error"
+            self._refuse(ApiError(503, message, code=code, kind=kind, retry_after=10, close=True))
             return
         self._head = self.loop.call_later(self.head_s, self._late)
 
@@ -57,6 +54,13 @@ class Connection(H11Protocol):
                 self._listen_on()
         elif self._head is None and not self.transport.is_closing():
             self._head = self.loop.call_later(self.head_s, self._late)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or no more, in the shape of all other errors; what is being answered is broken off."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(ApiError(400, "what came is no HTTP/1.1 request, or too long a head", close=True))
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -70,6 +74,17 @@ class Connection(H11Protocol):
         self._in_time()
         self._read()
         super().connection_lost(exc)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in place of the app, and close."""
+        body = json.dumps(error.body).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error.headers}
+        start = h11.Response(
+            status_code=error.status, headers=list(headers.items()), reason=HTTPStatus(error.status).phrase
+        )
+        for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _listen_on(self) -> None:
         """uvicorn reads no further when something follows a request, and would not see the connection close."""

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.server.errors import ApiError
+from runtime.server.protocol import HEAD_BYTES
 from runtime.server.responses import error_response
 
 OPEN = ("/", "/health")
@@ -43,6 +44,8 @@ class Guard:
         headers = Headers(scope=scope)
         scope["authorized"] = self._has_key(headers)
         error = self._foreign(headers)
+        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > HEAD_BYTES:
+            error = ApiError(431, f"the headers are longer than {HEAD_BYTES:,} bytes", close=True)
         if error is None and scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not scope["authorized"]:
             error = ApiError(
                 401,
@@ -68,7 +71,8 @@ class Guard:
         if origin is not None and origin not in self._origins and origin.partition("://")[2] != host:
             return ApiError(403, f"pages of {origin} may not use this server", code="foreign_origin")
         if self._loopback and not _is_own_name(host):
-            return ApiError(403, f"this server answers to localhost and to addresses, not to {host}", code="host")
+            message = f"this server answers to localhost and to addresses, not to {host or 'no name at all'}"
+            return ApiError(403, message, code="host")
         return None
 
 

@@ -6,6 +6,7 @@ with the values that ask for nothing (docs/server.md lists them); `Only` marks t
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -54,7 +55,7 @@ class Only:
         """The value. Raises ValueError, which pydantic expects, for another one."""
         same = (value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in self.values)
         if value is not None and not any(same):
-            listed = " or ".join(map(repr, self.values)) or "nothing"
+            listed = " or ".join(map(json.dumps, self.values)) or "nothing"
             raise ValueError(f"this server takes {listed} here, and cannot honour anything else")
         return value
 
@@ -340,7 +341,7 @@ def _refusal(error: ValidationError, body: dict[str, Any]) -> ApiError:
         case _:
             what = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
             what = what if what.startswith("should") else f"- {what}"
-    return refused(f"{param} {what}".replace(" - ", ": ", 1), param)
+    return refused(f"{param or json.dumps(param)} {what}".replace(" - ", ": ", 1), param)
 
 
 def _path(location: tuple[int | str, ...], body: Any) -> list[int | str]:

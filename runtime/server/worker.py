@@ -232,25 +232,28 @@ class Worker:
             return self.current
 
     def _do(self, engine: Engine, job: Job) -> None:
-        """Run the job to whatever end. Nothing that happens in it ends the thread."""
+        """Run the job to whatever end, free its place, tell it. Nothing that happens in it ends the thread."""
         started = time.monotonic()
         outcome = "failed"
+        last: Ended | Failed
         try:
-            job.tell(self._run(engine, job))
+            last = self._run(engine, job)
             outcome = "answered"
         except Cancelled:
             outcome = "cancelled"
-            job.tell(Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error")))
+            last = Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error"))
         except ExpertstreamError as error:
-            job.tell(Failed(from_engine(error)))
+            last = Failed(from_engine(error))
         except Exception:  # a bug: it costs this answer, and the operator is told
             traceback.print_exc()
-            job.tell(Failed(ApiError(500, "the engine failed; the server's log says how", kind="server_error")))
+            last = Failed(ApiError(500, "the engine failed; the server's log says how", kind="server_error"))
         finally:
-            self.running = None
             self.metrics.requests.labels(outcome).inc()
             if outcome == "answered":
                 self._typical_s += (time.monotonic() - started - self._typical_s) / 4
+            with self._changed:
+                self.running = self.current = None
+        job.tell(last)
 
     def _run(self, engine: Engine, job: Job) -> Ended:
         """Generate the answer and tell its parts. Raises what generating raises."""
