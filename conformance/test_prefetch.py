@@ -21,6 +21,7 @@ from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
 from runtime.drives.waits import Waits
 from runtime.errors import Cancelled
+from runtime.forecast import Cache
 from runtime.generate import Engine, Step
 from runtime.ops.reference import ReferenceOps
 from runtime.weights import layout as arrangement
@@ -639,7 +640,7 @@ def check(store: ExpertStore, reads: Fickle) -> None:
 
 
 def test_what_is_worth_least_goes_first(checkpoint: Checkpoint) -> None:
-    worth = Worth(checkpoint.config, None)
+    worth = Worth(checkpoint.config.moe_layers, checkpoint.config.num_experts)
     for layer, experts in ((1, [0, 1]), (2, [0, 1]), (1, [0, 2]), (3, [5])):
         worth.visit(layer, np.array(experts))
         for expert in experts:
@@ -658,26 +659,11 @@ def test_on_real_routes_it_beats_least_recently_used() -> None:
     if not routes.exists():
         pytest.skip("the recorded routes of the released model are not here")
     table = np.load(routes).astype(np.int64)
-
-    class Config:
-        moe_layers, num_experts = tuple(range(1, 93)), 896
-
     hits = {}
     for budget in (1000, 2000):
-        worth, held = Worth(Config, None), set()  # type: ignore[arg-type,var-annotated]
-        hits[budget] = 0
+        cache = Cache(budget, 92, 896)
         for token in table:
-            for layer, chosen in enumerate(token, 1):
-                wanted = {(layer, int(e)) for e in chosen}
-                hits[budget] += len(wanted & held)
-                worth.visit(layer, chosen)
-                for key in wanted - held:
-                    if len(held) == budget:
-                        least = worth.least(wanted)
-                        assert least is not None
-                        worth.leave(least)
-                        held.remove(least)
-                    worth.enter(key)
-                    held.add(key)
+            cache.token(token)
+        hits[budget] = cache.hits
     assert hits[1000] / table.size > 0.22, "least recently used has none at all"
     assert hits[2000] / table.size > 0.33, "least recently used has 31.5 %"

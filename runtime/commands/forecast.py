@@ -197,7 +197,7 @@ def _simulate(request: Request, facts: Facts, fleet: Fleet, report: Progress) ->
     else:
         routes = load_routes(settings.routes, len(facts.layers), facts.experts, facts.k)
         positions, usage = len(routes), counts(routes, facts.experts, settings.seed)
-        window = recorded_window(routes, settings.tokens, slots)
+        window = recorded_window(routes, facts.experts, settings.tokens, slots)
     rungs = _rungs(request, fleet, facts, usage)
     whole = [rung for rung in rungs if rung.held.all()]
     if not whole:

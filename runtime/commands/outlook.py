@@ -142,8 +142,8 @@ class Outlook:
         if self.slots:
             full = "" if w.full else ", which did not fill it: more tokens would find more"
             said.append(
-                f"a cache of {self.slots:,} experts, the least recently used going first, has {w.hit_rate:.1%} of what "
-                f"is wanted, after {w.warm} tokens{full}"
+                f"a cache of {self.slots:,} experts, kept as runs keep them that have learned nothing, has "
+                f"{w.hit_rate:.1%} of what is wanted, after {w.warm} tokens{full}"
             )
         else:
             said.append("no expert is kept between tokens")

@@ -5,7 +5,6 @@ Routes are [positions, MoE layers, k] int64, the k experts of a token in a layer
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import UsageError
+from runtime.weights.worth import Worth
 
 Routes = npt.NDArray[np.int64]
 
@@ -73,12 +73,14 @@ class Usage:
 
 
 class Cache:
-    """The experts kept between tokens: as many as there are slots, the least recently used going first."""
+    """The experts that a run of so many slots would keep between tokens, by the store's own rule (`weights.worth`),
+    but for what is learned over runs."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, layers: int, experts: int) -> None:
         self.slots = slots
         self.wanted = self.hits = 0
-        self._held: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._held: set[tuple[int, int]] = set()
+        self._worth = Worth(range(layers), experts)
 
     @property
     def full(self) -> bool:
@@ -88,17 +90,25 @@ class Cache:
         """By MoE layer, those of ids [MoE layers, k] that have to be read. Slots are none or at least k."""
         missing = []
         for row, experts in enumerate(ids.tolist()):
-            hits = [e for e in experts if (row, e) in self._held]
-            for e in hits:
-                self._held.move_to_end((row, e))
             missing.append([e for e in experts if (row, e) not in self._held])
-            for e in missing[-1] if self.slots else ():
-                if self.full:
-                    self._held.popitem(last=False)
-                self._held[row, e] = None
             self.wanted += len(experts)
-            self.hits += len(hits)
+            self.hits += len(experts) - len(missing[-1])
+            if self.slots:
+                self._read(row, experts, missing[-1])
         return missing
+
+    def _read(self, row: int, experts: list[int], missing: list[int]) -> None:
+        """Keep the missing ones of a layer's experts, in place of what is worth least."""
+        self._worth.visit(row, np.array(experts))
+        in_use = {(row, e) for e in experts}
+        for e in missing:
+            if self.full:
+                least = self._worth.least(in_use)
+                assert least is not None
+                self._held.remove(least)
+                self._worth.leave(least)
+            self._held.add((row, e))
+            self._worth.enter((row, e))
 
 
 @dataclass(frozen=True)
@@ -124,15 +134,16 @@ def _count(warmed: Iterable[npt.NDArray[np.int64]], counted: Iterable[npt.NDArra
 
 def drawn_window(usage: Usage, tokens: int, slots: int) -> Window:
     """`tokens` drawn tokens, after as many as fill the cache (at most WARM_AT_MOST)."""
-    text, cache = usage.tokens(stream=0), Cache(slots)
+    text, cache = usage.tokens(stream=0), Cache(slots, usage.layers, usage.experts)
     warmed = (next(text) for _ in range(WARM_AT_MOST) if not cache.full)
     return _count(warmed, (next(text) for _ in range(tokens)), cache)
 
 
-def recorded_window(routes: Routes, tokens: int, slots: int) -> Window:
+def recorded_window(routes: Routes, experts: int, tokens: int, slots: int) -> Window:
     """The last `tokens` of the recorded ones. A cache is warmed by those before, at least by half of all."""
     first = max(len(routes) - tokens, len(routes) // 2 if slots else 0)
-    return _count(routes[:first] if slots else (), routes[first:], Cache(slots))
+    cache = Cache(slots, routes.shape[1], experts)
+    return _count(routes[:first] if slots else (), routes[first:], cache)
 
 
 def read_routes(path: Path, option: str, layers: int, experts: int, k: int | None = None) -> Routes:

@@ -150,7 +150,7 @@ class ExpertStore:
         self.heat = heat
         self._checkpoint = checkpoint
         self._ops = ops
-        self._worth = Worth(checkpoint.config, heat)
+        self._worth = Worth(checkpoint.config.moe_layers, checkpoint.config.num_experts, heat)
         self._held: dict[Key, _Held] = {}
         self._in_use: set[Key] = set()
         self._under_way: set[Key] = set()

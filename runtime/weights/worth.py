@@ -22,13 +22,12 @@ With the heat of the first half of the tokens, the second half has 14.4 → 15.2
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.config import ModelConfig
 from runtime.weights.heat import Heat
 
 Key = tuple[int, int]
@@ -51,11 +50,11 @@ WINDOW = 64
 class Worth:
     """The worth of what is held; recency is kept of what is not held, too."""
 
-    def __init__(self, config: ModelConfig, heat: Heat | None) -> None:
-        layers = config.moe_layers
+    def __init__(self, layers: Sequence[int], experts: int, heat: Heat | None = None) -> None:
+        """layers: the model's numbers of its MoE layers, each with so many experts."""
         self._layers = list(layers)
         self._rows = {layer: row for row, layer in enumerate(layers)}
-        self._recency = np.zeros((len(layers), config.num_experts))
+        self._recency = np.zeros((len(layers), experts))
         self._held = np.zeros(self._recency.shape, np.bool_)
         self._heat = heat
         self._row = 0
