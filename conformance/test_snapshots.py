@@ -118,15 +118,20 @@ def test_what_is_not_this_engine_s_is_left_alone(engine: Engine, embedded_engine
 def test_the_disk_has_a_budget(engine: Engine, tmp_path: Path) -> None:
     """The ones used longest ago go; what is larger than all of it is not written."""
     first, second, third = (after(engine, count) for count in (40, 41, 42))
-    spill = Spill(tmp_path, 2 * third.nbytes + 20_000, engine, nobody)
+    Spill(tmp_path, GIGA, engine, nobody).write(third)
+    (file,) = tmp_path.iterdir()
+    largest = file.stat().st_size
+    file.unlink()
+    spill = Spill(tmp_path, 2 * largest, engine, nobody)
     spill.write(first)
     spill.write(second)
     assert spill.longest(PROMPT[:40], 0) is not None
     spill.write(third)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * third.nbytes + 20_000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * largest
     assert [spill.longest(PROMPT[:count], count - 1) is not None for count in (40, 41, 42)] == [True, False, True]
-    Spill(tmp_path / "none", 10, engine, nobody).write(first)
-    assert not (tmp_path / "none").exists()
+    for too_little in (10, largest - 1):
+        Spill(tmp_path / "none", too_little, engine, nobody).write(third)
+        assert not (tmp_path / "none").exists()
 
 
 def test_a_disk_that_refuses_is_told_once(engine: Engine, tmp_path: Path) -> None:

@@ -25,9 +25,14 @@ DIGEST = "data_sha256"
 Array = npt.NDArray[Any]
 
 
+def pack_arrays(arrays: Mapping[str, Array], words: Mapping[str, str]) -> bytes:
+    """What `write_arrays` writes."""
+    return safetensors.numpy.save(dict(arrays), {**words, DIGEST: _digest(arrays)})
+
+
 def write_arrays(path: Path, arrays: Mapping[str, Array], words: Mapping[str, str]) -> None:
     """Write the file whole or not at all. Raises OSError."""
-    write_whole(path, safetensors.numpy.save(dict(arrays), {**words, DIGEST: _digest(arrays)}))
+    write_whole(path, pack_arrays(arrays, words))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, str]]:

@@ -20,10 +20,11 @@ import numpy as np
 import safetensors
 
 import runtime
-from runtime.checkpoint.arrays import read_arrays, write_arrays
+from runtime.checkpoint.arrays import pack_arrays, read_arrays
 from runtime.errors import CheckpointError
 from runtime.generate.engine import Engine
 from runtime.generate.snapshots import Snapshot
+from runtime.home import write_whole
 from runtime.model.state import arrays_of_state, state_of_arrays
 
 SUFFIX = ".snapshot.safetensors"
@@ -64,9 +65,12 @@ class Spill:
         arrays = arrays_of_state(snapshot.state, self._engine.ops) | {IDS: np.array(snapshot.ids, np.int64)}
         if snapshot.logits is not None:
             arrays[LOGITS] = snapshot.logits
+        data = pack_arrays(arrays, {ENGINE: self._identity})
+        if len(data) > self._budget_bytes:
+            return
         try:
-            self._make_room(snapshot.nbytes)
-            write_arrays(path, arrays, {ENGINE: self._identity})
+            self._make_room(len(data))
+            write_whole(path, data)
         except OSError as error:
             if not self._told:
                 self._told = True
