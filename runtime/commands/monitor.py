@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from runtime.commands.arguments import output_file
+from runtime.commands.tables import table
 from runtime.commands.terminal import Interrupts, is_terminal, say, write
 from runtime.drives.figures import parse_latency
 from runtime.drives.identity import identify
@@ -198,12 +199,12 @@ def _table(target: Path | None, watched: Watched, interval_s: float) -> Iterator
             text = io.TextIOWrapper(file, "utf-8", newline="")
             stack.callback(text.detach)
             text.write(f"# {SCHEMA}\n# {json.dumps(head)}\n")
-            table = csv.writer(text, lineterminator="\n")
-            table.writerow(COLUMNS)
+            out = csv.writer(text, lineterminator="\n")
+            out.writerow(COLUMNS)
 
             def keep(samples: Iterable[Sample]) -> None:
                 for sample in samples:
-                    table.writerows(rows(sample))
+                    out.writerows(rows(sample))
 
             yield keep
     except OSError as error:
@@ -286,20 +287,18 @@ def _cells(window: Window) -> tuple[str, ...]:
 
 
 def _summary(meter: Meter, sampler: Sampler, watched: Watched, process: _Process | None, seconds: float) -> str:
-    from tabulate import tabulate
-
     whole_time = meter.whole()
     names = [disk for disk in watched.disks if disk in whole_time]
-    table = []
+    body = []
     for name in [*names, TOTAL] if len(names) > 1 else names:
         window, peak = whole_time[name], meter.peaks.get(name)
-        cells = _cells(Window(window.seconds, window.done))
+        cells = _cells(window)
         best = "-" if peak is None else f"{peak / 1e9:.2f}"
         written = size(window.done.written_bytes)
-        table.append([watched.label(name), size(window.done.read_bytes), cells[0], best, *cells[1:4]])
-        table[-1] += [f"{window.in_flight:.1f}", written]
+        body.append([watched.label(name), size(window.done.read_bytes), cells[0], best, *cells[1:4]])
+        body[-1] += [f"{window.in_flight:.1f}", written]
     headers = ["", "read", "GB/s", "peak", "reads/s", "a read", "latency", "in flight", "written"]
-    lines = [tabulate(table, headers, "simple", disable_numparse=True, colalign=["left"] + ["right"] * 8)]
+    lines = [table(headers, body)]
     share = sampler.cpu_s / seconds if seconds > 0 else 0.0
     told = f"{seconds:.1f} s, {meter.samples:,} samples, {share:.1%} of a processor"
     for count, what in (

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import runtime
+from runtime.commands.tables import table
 from runtime.errors import UsageError
 from runtime.forecast import Figures, Holding, Reads, RungForecast, Window, served
 from runtime.forecast.routes import CARRIED, FIRST_SIGMA, SIGMA
@@ -191,16 +192,17 @@ def text(outlook: Outlook) -> str:
         )
     done = [one for one in outlook.forecasts if one.decode]
     tables = [
-        _table(
-            "drives|GB/s|at best, s|reads, s|×|s/token|range|tokens/s|of last",
+        table(
+            ["drives", "GB/s", "at best, s", "reads, s", "×", "s/token", "range", "tokens/s", "of last"],
             [_row(outlook, one) for one in outlook.forecasts],
         ),
-        _table("drives|bytes from|layers that waited for", [_shares(one) for one in done], "left"),
+        table(("drives", "bytes from", "layers that waited for"), [_shares(one) for one in done], "left"),
     ]
     if outlook.passes:
         tables.append(
-            _table(
-                "drives|load, s|prompt's reads, s|fixed, s|first token, s", [_first_row(outlook, one) for one in done]
+            table(
+                ("drives", "load, s", "prompt's reads, s", "fixed, s", "first token, s"),
+                [_first_row(outlook, one) for one in done],
             )
         )
     homeless = [
@@ -211,14 +213,6 @@ def text(outlook: Outlook) -> str:
     tables[0] = "\n".join([tables[0], *homeless])
     assumed = [f"{'' if n else 'assumed':8} {line}" for n, line in enumerate(outlook.assumptions())]
     return "\n".join(lines) + "\n\n" + "\n\n".join(tables) + "\n\n" + "\n".join(assumed) + "\n"
-
-
-def _table(head: str, rows: Sequence[Sequence[str]], align: str = "right") -> str:
-    from tabulate import tabulate
-
-    names = head.split("|")
-    columns = ("left", *[align] * (len(names) - 1))
-    return str(tabulate(rows, names, tablefmt="simple", disable_numparse=True, colalign=columns if rows else None))
 
 
 def _row(outlook: Outlook, one: RungForecast) -> tuple[str, ...]:

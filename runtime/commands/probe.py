@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.commands.tables import table
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.identity import Identity, identify
@@ -151,8 +152,6 @@ def rate_text(rate: float | None) -> str:
 
 def lines(findings: Findings, refused: Mapping[str, str]) -> list[str]:
     """The result for people: a table, a row for each drive that was measured, then what else was found."""
-    from tabulate import tabulate
-
     depths = list(dict.fromkeys(level.depth for name in findings.alone for level in findings.levels(name)))
     rows, said = [], []
     for name in findings.alone:
@@ -167,7 +166,7 @@ def lines(findings: Findings, refused: Mapping[str, str]) -> list[str]:
         latency = f"{findings.latency_s[name] * 1e3:.2f} ms"
         rows.append([name, findings.modes[name].partition(":")[0], *map(by_depth.get, depths), latency, ceiling])
     head = ["drive", "reads", *map(str, depths), "latency", "ceiling"]
-    out = tabulate(rows, head, tablefmt="simple", disable_numparse=True).splitlines() if rows else []
+    out = table(head, rows, "left").splitlines() if rows else []
     out += [f"{name}: {reason}" for name, reason in refused.items()] + said
     out += [f"{name}: {mode}" for name, mode in findings.modes.items() if ":" in mode]
     out += [f"{_and(names)} are one device: not measured together" for names in findings.one_device]

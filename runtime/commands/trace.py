@@ -9,6 +9,7 @@ from typing import Any
 
 from runtime.commands.arguments import output_file
 from runtime.commands.picture import draw
+from runtime.commands.tables import table
 from runtime.commands.terminal import say, write
 from runtime.drives.report import FATES, Analysis, report
 from runtime.drives.trace import load
@@ -191,11 +192,7 @@ def _accounts(found: dict[str, Any], layer: int | None) -> str:
 
 
 def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    from tabulate import tabulate
-
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    text = tabulate(rows, headers, "simple", disable_numparse=True, colalign=align if rows else None)
-    return f"{title}\n{text}"
+    return f"{title}\n{table(headers, rows)}"
 
 
 def _ms(seconds: float | None) -> str:
