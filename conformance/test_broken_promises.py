@@ -16,6 +16,7 @@ from copies import flip, large_experts
 from covering import Cell, Value
 from matrix import FACTORS, Prompt, Site
 from mutation import Edit, mutated
+from trouble import Turns
 
 from runtime.drives.crew import Crew
 from runtime.model.k3 import K3
@@ -161,6 +162,17 @@ BROKEN = {
         in_cell(chunk=7),
         OTHER_BITS,
     ),
+    "the last position before a chunk is not attended to": Broken(
+        (
+            Edit(
+                CpuOps,
+                "latent_attention",
+                (("cache.entries, cache.length", "cache.entries, max(0, cache.length - 1)"),),
+            ),
+        ),
+        in_cell(chunk=7),
+        OTHER_BITS,
+    ),
     "what is guessed and under way is read again": Broken(
         (Edit(ExpertStore, "_settle", (("if key in self._guessed and key in wanted]", "if False]"),)),),
         lambda site: matrix.run_foreseen(site, prompt(3, 24)),
@@ -214,7 +226,7 @@ def spoil(site: Site, cell: Cell) -> None:
     _, layout = site.place(cell)
     for file in dict(layout.directories)["d0"].iterdir():
         data = file.read_bytes()
-        file.unlink()
+        file.unlink()  # it is a link to what others have
         file.write_bytes(data)
         flip(file, len(data) // 3, 1)
 
@@ -230,11 +242,17 @@ def test_a_flipped_bit_in_a_replica_is_seen_by_the_answer(replica: Site) -> None
 
 
 def test_with_a_manifest_it_costs_a_read_and_no_bit(replica: Site) -> None:
-    prompts = [prompt()]
-    plain = matrix.baseline(replica.model, prompts)
-    cell = cell_with(drives=2, verify="first", delays="random")
+    plain = matrix.baseline(replica.model, [prompt()])[0]
+    cell = cell_with(drives=2)
     spoil(replica, cell)
-    with pytest.raises(AssertionError, match="reads from d0 failed"):
-        matrix.run(replica, cell, prompts, plain)
-    with pytest.raises(AssertionError, match=OTHER_BITS):
-        matrix.run(replica, cell | {"verify": "off"}, prompts, plain)
+    for verify in ("first", "off"):
+        with matrix.opened(replica, cell | {"verify": verify}) as (engine, doings, _):
+            Turns(doings, "d0", "model")
+            said = matrix.answer(engine.session(), prompt())
+            if verify == "first":
+                matrix.check_same(said, plain, "with a manifest")
+                with pytest.raises(AssertionError, match="reads from d0 failed"):
+                    matrix.check_books(engine)
+            else:
+                with pytest.raises(AssertionError, match=OTHER_BITS):
+                    matrix.check_same(said, plain, "without")

@@ -10,6 +10,7 @@ What is read still comes from the real files below; nothing is ever done to them
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,15 @@ from runtime.weights import layout as arrangement
 Read = Callable[[], int]
 Doing = Callable[[Read, memoryview], int]
 """Carries out a read, given how, and where its bytes go; returns the bytes moved, or raises DeviceError."""
+
+TRUSTED = 1
+"""Reads after which a drive is: one to see that it answers."""
+
+HANGS_S = 60.0
+"""Nothing is waited for longer."""
+
+RELUCTANT_S = 0.5
+"""A read that waits for another drive to be asked waits so long: after one or two of them it will be."""
 
 Doings = dict[str, Doing]
 """By the name of a drive. Drives that are not named are well."""
@@ -99,3 +109,30 @@ def afterwards(count: int, then: Doing, before: Doing | None = None) -> Doing:
         return read() if before is None else before(read, into)
 
     return doing
+
+
+class Turns:
+    """Two drives, of which the second gives nothing before the first was asked, more often than to see that it
+    answers: so that what happens to the first one happens, on a machine however busy."""
+
+    def __init__(
+        self, doings: Doings, first: str, second: str, then: Doing | None = None, pause_s: float = 0.0
+    ) -> None:
+        """`then` is what the first one does from then on, `pause_s` what each read of the second one waits."""
+        self.doings, self.then = doings, then
+        self._asked, self._pause_s = threading.Event(), pause_s
+        doings |= {first: afterwards(TRUSTED, self._first), second: self._second}
+
+    def again(self, then: Doing | None = None) -> None:
+        """The second one waits once more, until the first is asked."""
+        self.then = then
+        self._asked.clear()
+
+    def _first(self, read: Read, into: memoryview) -> int:
+        self._asked.set()
+        return read() if self.then is None else self.then(read, into)
+
+    def _second(self, read: Read, into: memoryview) -> int:
+        self._asked.wait(RELUCTANT_S)
+        time.sleep(self._pause_s)
+        return read()
