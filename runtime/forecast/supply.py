@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint.inventory import expert_file
+from runtime.checkpoint.manifest import Table
 from runtime.drives.figures import is_name, parse_figures, parse_latency, parse_rate
 from runtime.drives.jobs import Span
 from runtime.errors import UsageError
-
-Table = npt.NDArray[np.bool_]
-"""[MoE layers, experts]"""
 
 DEPTHS = (1, 64)
 ABILITIES = ("latency", "depth", "group")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import expert_file
+from runtime.checkpoint.manifest import Table
 from runtime.checkpoint.survey import ranges
 from runtime.drives.device import Device, DeviceInFront
 from runtime.drives.jobs import Span
@@ -35,9 +35,6 @@ SHOWN = 8
 """Stretches of experts that a message names."""
 
 _FILE = re.compile(r"L(0|[1-9][0-9]{0,8})-E(0|[1-9][0-9]{0,8})\.bin")
-
-Table = npt.NDArray[np.bool_]
-"""[MoE layers, experts]"""
 
 
 class Holder(Protocol):
