@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.checkpoint.manifest import Table
 from runtime.drives.jobs import Job
 from runtime.drives.plan import fluid_bound, joint_rate
 from runtime.drives.virtual import VirtualDrive, World
-from runtime.forecast.supply import Supply, Table
+from runtime.forecast.supply import Supply
 
 PREFILL_JOBS = 1000
 """Experts read to learn how far a prompt's reads stay behind their bound; the other layers are computed from that."""
