@@ -9,13 +9,16 @@ experts are read.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
+import time
 from dataclasses import dataclass
 
 from benchmarks.kernels import Dimensions, cases, measure
 from benchmarks.roofs import Roofs
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
+from runtime.drives.buffers import address, fresh
 from runtime.ops.cpu import CpuOps
 from runtime.weights.trunk import is_vector
 
@@ -29,6 +32,7 @@ OF_ROOF = 0.65
 ROWS, EXPERT_ROWS = 64, 8
 """Rows with which kernels are measured: enough for their full rate; an expert has some nine of a 512-token prompt."""
 WANTED = (("bf16 matrix", ROWS), ("mxfp4 expert", EXPERT_ROWS), ("KDA step", ROWS))
+FRESH = 1 << 30
 BEYOND = 64 << 20
 """Bytes of weights that a kernel goes through: with so many rows it does not matter where they come from."""
 
@@ -107,6 +111,15 @@ class Rates:
         made = cases(CpuOps(threads), (EXPERT_ROWS, ROWS), dimensions, BEYOND)
         self._roofs = Roofs(threads)
         self._cases = {(case.name, case.rows): case for case in made if (case.name, case.rows) in WANTED}
+
+    @staticmethod
+    def fresh() -> float:
+        """Bytes/s at which memory can be had that this process never had: where a virtual machine gets its memory from
+        its host page by page, a cache that fills pays for it, and so does whatever is loaded."""
+        area = fresh(FRESH)
+        began = time.monotonic()
+        ctypes.memset(address(area), 1, FRESH)
+        return FRESH / (time.monotonic() - began)
 
     def measure(self) -> tuple[float, Kernels]:
         """(read roof in bytes/s, the kernels)."""

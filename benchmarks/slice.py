@@ -41,12 +41,13 @@ CEILING_S = 1.0
 
 @dataclass(frozen=True)
 class Round:
-    """An arm beside what was measured around it: ceiling and roof in bytes/s."""
+    """An arm beside what was measured around it: ceiling, roof, and memory never had before in bytes/s."""
 
     result: Record
     ceiling: float
     roof: float
     kernels: Kernels
+    fresh: float
 
     @property
     def run(self) -> Record:
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record |= {"work": vars(work), "comparisons": [], "shown": ["first_token_s", "steady_tokens_per_s"]}
     record["measured"] = [
         {"arm": at.result["arm"], "round": at.result["round"], "ceiling_bytes_per_s": at.ceiling}
-        | {"read_roof_bytes_per_s": at.roof, **vars(at.kernels)}
+        | {"read_roof_bytes_per_s": at.roof, "fresh_memory_bytes_per_s": at.fresh, **vars(at.kernels)}
         for at in rounds
     ]
     status = finish(
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows,
         ([arm.name for arm in arms], "steady_tokens_per_s", "tokens/s, steady", "Slice"),
     )
-    print("\n".join(_where_time_went(rounds)))
+    print("\n".join([_measured(rounds), *_where_time_went(rounds)]))
     return status
 
 
@@ -213,6 +214,7 @@ def _rounds(
     """Every arm once a round, each round in the other direction, between two measurements of the drives."""
     depths = replay.find_depths(DEPTHS, CEILING_S)
     for number in range(asked.rounds):
+        fresh = rates.fresh()
         roof, kernels = rates.measure()
         every = [*arms, *engines]
         before = replay.ceiling(depths, CEILING_S)
@@ -228,7 +230,7 @@ def _rounds(
                 }
                 file.unlink()
             tell(f"{arm.name:24} round {number + 1} of {asked.rounds}  {brief(result)}")
-            yield Round(result, (before + after) / 2, roof, kernels)
+            yield Round(result, (before + after) / 2, roof, kernels, fresh)
             before = after
 
 
@@ -259,6 +261,26 @@ def summary(timeline: Record) -> Record:
     nbytes = sum(r["bytes"] for some in barriers.values() for r in some)
     found["streaming_bytes_per_s"] = nbytes / seconds if seconds else None
     return found
+
+
+def _measured(rounds: Sequence[Round]) -> str:
+    """What the ratios were made with: the median of the rounds, with the least and the most."""
+    facts: dict[str, Sequence[float]] = {
+        "ceiling of the drives": [at.ceiling / 1e9 for at in rounds],
+        "read roof": [at.roof / 1e9 for at in rounds],
+        "memory never had before": [at.fresh / 1e9 for at in rounds],
+    }
+    said = [f"{name} {_median(values)} GB/s" for name, values in facts.items()]
+    rates = {
+        "matrices": [at.kernels.matrix / 1e9 for at in rounds],
+        "experts": [at.kernels.expert / 1e9 for at in rounds],
+    }
+    said += [f"{name} {_median(values)} GFLOP/s" for name, values in rates.items()]
+    return f"measured {', '.join(said)}"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def _where_time_went(rounds: Sequence[Round]) -> Iterator[str]:

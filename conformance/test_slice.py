@@ -105,7 +105,7 @@ def at(arm: str, number: int = 0, **changes: Any) -> Round:
     }
     told = summary(timeline()) | {"expert_bytes": 500}
     result = {"arm": arm, "round": number, "run": run, "void": [], "timeline": told, "elapsed_s": 9.0, **changes}
-    return Round(result, ceiling=200.0, roof=10e9, kernels=KERNELS)
+    return Round(result, ceiling=200.0, roof=10e9, kernels=KERNELS, fresh=1e9)
 
 
 def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
