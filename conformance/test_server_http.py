@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 
 import pytest
-from serverside import BODY, HANGS_S, Served, read_to_end
+from serverside import BODY, HANGS_S, Served, lend, read_to_end, served
 
+from runtime.generate import Engine
 from runtime.server.schema import validate_completion
 from runtime.server.tasks import completion_task
 from runtime.server.worker import Ended, Failed, News
@@ -90,6 +92,33 @@ def test_rubbish_after_an_answer_breaks_nothing(server: Served, capfd: pytest.Ca
     assert read_to_end(peer) == b""
     assert server.get("/health").status == 200
     assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_still_sends_sees_why_it_is_refused(embedded_engine: Engine) -> None:
+    """Not a connection that was reset under its hands, which it would take for a reason to try again."""
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        large = b" " * 20_000_000
+        for headers in ({}, {"Content-Encoding": "gzip"}, {"X": "x" * 70_000}, {"Origin": "http://evil.example"}):
+            status = server.post("/v1/completions", large, **headers).status
+            assert status == {"Content-Encoding": 415, "X": 431, "Origin": 403}.get(next(iter(headers), ""), 413)
+        with server.raw(b"") as peer:
+            peer.sendall(post(body=large).replace(b"Connection: close\r\n", b"") + post())
+            assert re.findall(rb"HTTP/1.1 (\d+)", read_to_end(peer)) == [b"413", b"200"]
+
+
+def test_a_refused_body_is_not_taken_for_ever(embedded_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.server.protocol.Connection.head_s", 0.2)
+    with served(lend(embedded_engine), body_bytes=4000) as server:
+        peer = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+        def send_on() -> None:
+            for _ in range(HANGS_S * 100):
+                peer.sendall(b" " * 1000)
+                threading.Event().wait(0.01)
+
+        with pytest.raises(ConnectionError):
+            send_on()
 
 
 def test_whoever_has_an_answer_has_left_the_place(server: Served) -> None:

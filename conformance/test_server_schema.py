@@ -138,6 +138,16 @@ def test_what_json_does_not_allow_or_leaves_open_is_refused(body: bytes, says: s
     assert "sys." not in refusal.value.message, "what a client can do, not what Python has"
 
 
+@pytest.mark.parametrize("many", [{"messages": [HELLO] * 4097}, {"messages": [HELLO], "tools": [TOOL] * 4096}])
+def test_more_messages_than_tokens_are_not_even_rendered(
+    embedded_engine: Engine, many: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.server.tasks.render", None)
+    with pytest.raises(ApiError) as refusal:
+        check(embedded_engine, **many)
+    assert (refusal.value.status, refusal.value.code) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize("fields", ACCEPTED, ids=str)
 def test_accepted(embedded_engine: Engine, fields: dict[str, Any]) -> None:
     check(embedded_engine, **fields)

@@ -40,6 +40,8 @@ class Bodies:
         """The bytes, which count until the block ends.
 
         Raises ApiError: 413 beyond the limit, 408 when they do not come in time, 503 when there are too many others.
+        What of a refused body is still to come is dropped by the connection, which stays open for it: a client that is
+        still sending would not see the answer before a closed one.
         """
         body = bytearray()
         try:
@@ -52,7 +54,7 @@ class Bodies:
         coding = request.headers.get("content-encoding", "identity")
         if coding.strip().lower() != "identity":
             message = f"Content-Encoding {coding}: this server takes bodies as they are, not compressed"
-            raise ApiError(415, message, close=True)
+            raise ApiError(415, message)
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._limit_bytes:
             raise _too_large(self._limit_bytes)
@@ -65,7 +67,7 @@ class Bodies:
                         raise _too_large(self._limit_bytes)
                     if self._left_bytes < 0:
                         busy = "other requests of this size are being read: try again"
-                        raise ApiError(503, busy, code="busy", kind="server_error", retry_after=1, close=True)
+                        raise ApiError(503, busy, code="busy", kind="server_error", retry_after=1)
         except TimeoutError:
             raise ApiError(408, f"the body has not come within {self._seconds:g} s", close=True) from None
         except ClientDisconnect:
@@ -73,7 +75,7 @@ class Bodies:
 
 
 def _too_large(limit_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit_bytes:,} bytes, which this server takes", close=True)
+    return ApiError(413, f"the body is larger than {limit_bytes:,} bytes, which this server takes")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ ERRORS = {
     "404": "no such model",
     "408": "the body did not come in time",
     "413": "the body is too large",
+    "415": "the body is compressed",
     "429": "the queue is full",
     "500": "storage failed",
     "503": "loading, or stopping",

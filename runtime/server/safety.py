@@ -45,7 +45,7 @@ class Guard:
         scope["authorized"] = self._has_key(headers)
         error = self._foreign(headers)
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > HEAD_BYTES:
-            error = ApiError(431, f"the headers are longer than {HEAD_BYTES:,} bytes", close=True)
+            error = ApiError(431, f"the headers are longer than {HEAD_BYTES:,} bytes")
         if error is None and scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not scope["authorized"]:
             error = ApiError(
                 401,

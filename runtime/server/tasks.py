@@ -31,9 +31,14 @@ class Task:
 
 
 def chat_task(request: ChatRequest, engine: Engine) -> Task:
-    """Raises ApiError 400 for what cannot be rendered and for a prompt that is too long."""
+    """Raises ApiError 400 for what cannot be rendered and for a prompt that is too long.
+
+    Each message and each tool is at least a token: what has too many is not rendered, which would take long.
+    """
     tokenizer = _tokenizer(engine)
     fields = request.model_dump(exclude_unset=True, by_alias=True)
+    if (least := len(request.messages) + len(request.tools or ())) > engine.context:
+        raise too_long(f"more than {least}", engine.context, "messages")
     messages = [_for_template(message) for message in fields["messages"]]
     tools = fields.get("tools")
     try:
@@ -83,7 +88,7 @@ def _task(request: Common, engine: Engine, prompt: list[int], asked: int | None,
     return Task(prompt, max_new, choose, answer, settings)
 
 
-def too_long(tokens: int, context: int, param: str) -> ApiError:
+def too_long(tokens: int | str, context: int, param: str) -> ApiError:
     """The prompt does not fit."""
     return refused(
         f"this model's maximum context length is {context} tokens, the prompt has {tokens}: "
