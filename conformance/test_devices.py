@@ -245,6 +245,32 @@ def test_an_empty_directory_says_that_nothing_was_probed(tmp_path: Path) -> None
     assert RealDevice("one", tmp_path).mode == "buffered: no file to probe with"
 
 
+def test_one_bad_file_is_no_bad_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable(tmp_path / "larger", contents() * 2)
+    durable(tmp_path / "data", contents())
+    really = real._open_regular
+
+    def refuse(path: str, flags: int) -> int:
+        if path.endswith("larger"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return really(path, flags)
+
+    monkeypatch.setattr(real, "_open_regular", refuse)
+    device = RealDevice("d", tmp_path)
+    assert fetch(device, 0, 9)[0] == contents()[:9]
+    (tmp_path / "data").unlink()
+    with pytest.raises(DeviceError, match="larger: Permission denied"):
+        RealDevice("d", tmp_path)
+
+
+def test_places_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drive").mkdir()
+    durable(tmp_path / "drive" / "data", contents())
+    monkeypatch.chdir(tmp_path)
+    device = RealDevice("d", "drive", probe="drive/data")
+    assert fetch(device, 1, 9)[0] == contents()[1:10]
+
+
 def test_a_drive_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="is not there") as caught:
         RealDevice("one", tmp_path / "nowhere")

@@ -263,6 +263,25 @@ def test_files_that_vanish_or_are_cut_short(embedded: Path, odd: Path, alone: Ou
         settled(engine)
 
 
+def test_a_drive_that_cannot_even_be_opened(
+    embedded: Path, bare: Path, even: Path, odd: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = ExpertFiles._files
+
+    def failing(files: ExpertFiles, folder: Path) -> Any:
+        if files.name == "o":
+            raise StorageError("drive o: cannot list it: Input/output error")
+        return listed(files, folder)
+
+    monkeypatch.setattr(ExpertFiles, "_files", failing)
+    with Engine.load(embedded, backend="cpu", layout=Layout((("o", odd), ("e", even)))) as engine:
+        assert answer(engine) == alone
+        assert engine.drives is not None
+        assert "drive o: cannot list it: Input/output error; it is not used" in engine.drives.notes
+    with pytest.raises(StorageError, match=r"drive o: cannot list it: .*; without it, .* experts are on none of"):
+        Engine.load(bare, backend="cpu", layout=Layout((("o", odd), ("e", even))))
+
+
 def test_scales_that_no_weight_has_are_wrong_bytes(
     embedded: Path, bare: Path, even: Path, odd: Path, alone: Outcome, tmp_path: Path
 ) -> None:

@@ -293,8 +293,9 @@ def test_among_three_copies_the_wrong_ones_are_left_out(
         assert counts["a"].errors + counts["b"].errors >= 1
 
 
-def test_slices_of_one_expert_over_two_drives(large: Path, tmp_path: Path) -> None:
+def test_slices_of_one_expert_over_two_drives(large: Path, tmp_path: Path, slow: set[str]) -> None:
     """Experts are cut; a slice with the wrong bit is read again from the other drive."""
+    slow.add(MODEL)
     keep(large)
     write_experts(large, tmp_path / "b", every)
     for file in (tmp_path / "b").iterdir():

@@ -150,10 +150,19 @@ def run(
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
     loading = _loading(
-        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
-        trace,
-        verify_reads,
-        no_prefetch,
+        model=model,
+        backend=backend,
+        trunk=trunk,
+        threads=threads,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        memory=memory,
+        expert_cache=expert_cache,
+        drive=drive,
+        simulate_drive=simulate_drive,
+        trace=trace,
+        verify_reads=verify_reads,
+        no_prefetch=no_prefetch,
     )
     if timeline_passes is not None:
         if timeline is None:
@@ -190,10 +199,19 @@ def chat(
     from runtime.commands.chat import chat as command
 
     loading = _loading(
-        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
-        trace,
-        verify_reads,
-        no_prefetch,
+        model=model,
+        backend=backend,
+        trunk=trunk,
+        threads=threads,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        memory=memory,
+        expert_cache=expert_cache,
+        drive=drive,
+        simulate_drive=simulate_drive,
+        trace=trace,
+        verify_reads=verify_reads,
+        no_prefetch=no_prefetch,
     )
     command(loading, system, reasoning_effort, max_new, stats)
 
@@ -296,10 +314,19 @@ def serve(
         parse_size(snapshots_disk, "--snapshots-disk"),
     )
     loading = _loading(
-        *(model, backend, trunk, threads, context, prefill_chunk, memory, expert_cache, drive, simulate_drive),
-        trace,
-        verify_reads,
-        no_prefetch,
+        model=model,
+        backend=backend,
+        trunk=trunk,
+        threads=threads,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        memory=memory,
+        expert_cache=expert_cache,
+        drive=drive,
+        simulate_drive=simulate_drive,
+        trace=trace,
+        verify_reads=verify_reads,
+        no_prefetch=no_prefetch,
     )
     command(replace(loading, snapshots=_size_or_off(snapshots, "--snapshots")), serving)
 
@@ -446,6 +473,7 @@ def trace_report(
 
 
 def _loading(
+    *,
     model: Path | None,
     backend: str | None,
     trunk: Literal["bf16", "int8"],
@@ -454,8 +482,8 @@ def _loading(
     prefill_chunk: int | None,
     memory: str | None,
     expert_cache: str | None,
-    drives: list[str] | None,
-    simulated: list[str] | None,
+    drive: list[str] | None,
+    simulate_drive: list[str] | None,
     trace: Path | None,
     verify_reads: Literal["off", "first", "all"],
     no_prefetch: bool,
@@ -474,7 +502,7 @@ def _loading(
         memory=None if memory is None else parse_size(memory, "--memory"),
         expert_cache=None if cached is None else parse_size(cached, "--expert-cache", "or off"),
         reuse=expert_cache is None or cached is not None,
-        layout=parse_drives(drives or (), simulated or ()),
+        layout=parse_drives(drive or (), simulate_drive or ()),
         trace=trace,
         verify_reads=verify_reads,
         prefetch=False if no_prefetch else None,

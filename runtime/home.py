@@ -7,6 +7,7 @@ reads from here goes on without what cannot be read, and whoever writes says so 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import secrets
 import sys
@@ -20,9 +21,14 @@ def home() -> Path:
     if named := os.environ.get("EXPERTSTREAM_HOME"):
         return Path(named)
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "expertstream"
+        return _user() / "Library" / "Application Support" / "expertstream"
     state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "expertstream"
+    return (Path(state) if os.path.isabs(state) else _user() / ".local" / "state") / "expertstream"
+
+
+def _user() -> Path:
+    """The user's own directory; an empty HOME says nothing of it."""
+    return Path(os.path.expanduser("~" if os.environ.get("HOME", "~") else f"~{getpass.getuser()}"))
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ The words include the SHA-256 of the arrays, so that damage is found here and no
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ DIGEST = "data_sha256"
 Array = npt.NDArray[Any]
 
 
+class Unreadable(CheckpointError):
+    """The file may be right, but cannot be read now."""
+
+
 def pack_arrays(arrays: Mapping[str, Array], words: Mapping[str, str]) -> bytes:
     """What `write_arrays` writes."""
     return safetensors.numpy.save(dict(arrays), {**words, DIGEST: _digest(arrays)})
@@ -36,21 +41,29 @@ def write_arrays(path: Path, arrays: Mapping[str, Array], words: Mapping[str, st
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
-    """(arrays by name, the words). Raises CheckpointError, without advice, for a file that is not there or damaged."""
+    """(arrays by name, the words). The file is read, not mapped: a drive that fails is an error then and no signal.
+
+    Raises CheckpointError, without advice, for one that is not there or damaged, Unreadable where the system refuses.
+    """
     try:
         require_regular(path)
-        with safetensors.safe_open(path, "np") as file:
-            words = dict(file.metadata() or {})
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        data = path.read_bytes()
+        arrays = safetensors.numpy.load(data)
+        words = words_in(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except CheckpointError as error:
         raise CheckpointError(str(error).removesuffix(FETCH_AGAIN)) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+        raise Unreadable(f"cannot read {path}: {error.strerror or error}") from None
     if words.get(DIGEST) != _digest(arrays):
         raise CheckpointError(f"{path} is damaged: its bytes are not those that were written")
     return arrays, words
+
+
+def words_in(header: bytes) -> dict[str, str]:
+    """The words in the header of a file that was taken for right."""
+    return dict(json.loads(header).get("__metadata__") or {})
 
 
 def _digest(arrays: Mapping[str, Array]) -> str:

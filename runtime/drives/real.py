@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from heapq import nlargest
 from pathlib import Path
 
 from runtime.drives.buffers import address, aligned
@@ -41,6 +42,8 @@ CALL_BYTES = 1 << 30
 """The most one call is asked for; above 2^31 some systems refuse."""
 PROBE_LOOK = 4096
 """Directory entries looked at for a file to probe with."""
+PROBE_TRIES = 8
+"""Files tried: one bad file is no bad drive."""
 
 _FILE_GONE = ("ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM")
 _DRIVE_GONE = ("ENODEV", "ENXIO", "ENOMEDIUM", "ESTALE", "ENOTCONN", "ESHUTDOWN")
@@ -186,9 +189,10 @@ class RealDevice:
     def __init__(
         self, name: str, root: str | Path, *, probe: str | Path | None = None, descriptors: Descriptors | None = None
     ) -> None:
-        """`probe`: the file to find the mode out with; without it, the largest of the first ones below `root`.
+        """`probe`: path of the file to find the mode out with; without it, the largest of the first ones below `root`
+        that can be read.
 
-        Raises DeviceError when the root is not there or the probe file cannot be read at all.
+        Raises DeviceError when the root is not there or no file to probe with can be read.
         """
         self._name, self.root = name, Path(root)
         self._descriptors = descriptors if descriptors is not None else shared_descriptors()
@@ -197,10 +201,16 @@ class RealDevice:
         self._plain: set[str] = set()
         if not self.root.exists():
             raise DeviceError(Fault.GONE, f"drive {name}: {self.root} is not there")
-        self.probe_file = self._path(str(probe)) if probe is not None else _some_file(self.root)
+        candidates = _some_files(self.root) if probe is None else [str(probe)]
+        self.probe_file = candidates[0] if candidates else None
         self._way, self._alignment, self._mode = "buffered", 1, "buffered: no file to probe with"
-        if self.probe_file is not None:
-            self._find_mode(self.probe_file)
+        for number, self.probe_file in enumerate(candidates, 1):
+            try:
+                self._find_mode(self.probe_file)
+                break
+            except DeviceError:
+                if number == len(candidates):
+                    raise
 
     @property
     def name(self) -> str:
@@ -441,29 +451,32 @@ def _drop_cached(fd: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _some_file(root: Path) -> str | None:
-    """The largest regular file among the first ones found below `root`, or `root` itself; on its drive if there is one.
+def _some_files(root: Path) -> list[str]:
+    """The largest regular files among the first ones found below `root`, or `root` itself; those on its drive first.
 
     Directories on other drives are not looked into.
     """
     if root.is_file():
-        return str(root)
+        return [str(root)]
     device = os.stat(root).st_dev
-    best, rank, seen = None, (False, 0), 0
+    found: list[tuple[bool, int, str]] = []
+    seen = 0
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if device_of(os.path.join(folder, f)) == device)
         for name in sorted(names):
             path = os.path.join(folder, name)
             try:
-                found = os.stat(path)
+                facts = os.stat(path)
             except OSError:
                 continue
-            if stat.S_ISREG(found.st_mode) and found.st_size and (found.st_dev == device, found.st_size) > rank:
-                best, rank = path, (found.st_dev == device, found.st_size)
+            if stat.S_ISREG(facts.st_mode) and facts.st_size:
+                found.append((facts.st_dev == device, facts.st_size, path))
             seen += 1
             if seen >= PROBE_LOOK:
-                return best
-    return best
+                break
+        if seen >= PROBE_LOOK:
+            break
+    return [path for *_, path in nlargest(PROBE_TRIES, found)]
 
 
 def open_drive(name: str, path: Path, probe: Path | None = None) -> RealDevice:

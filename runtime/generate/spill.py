@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import safetensors
 
 import runtime
-from runtime.checkpoint.arrays import pack_arrays, read_arrays
+from runtime.checkpoint.arrays import Unreadable, pack_arrays, read_arrays, words_in
+from runtime.checkpoint.headers import scan
 from runtime.errors import CheckpointError
 from runtime.generate.engine import Engine
 from runtime.generate.snapshots import Snapshot
@@ -94,13 +94,15 @@ class Spill:
             held -= size
 
     def _read(self, path: Path) -> Snapshot | None:
-        """The snapshot, marked as used; None, and the file is gone, where it is not what was written."""
+        """The snapshot, marked as used. None where it cannot be read now; and the file is gone, where it is damaged."""
         engine = self._engine
         try:
             arrays, _ = read_arrays(path)
             ids = tuple(arrays.pop(IDS).tolist())
             logits = arrays.pop(LOGITS, None)
             state = state_of_arrays(engine.config, engine.ops, engine.context, len(ids), arrays)
+        except Unreadable:
+            return None
         except (CheckpointError, KeyError, ValueError):
             self._remove(path)
             return None
@@ -110,10 +112,13 @@ class Spill:
     def _ids_in(self, path: Path) -> tuple[int, ...] | None:
         """The tokens of a file of this engine."""
         try:
-            with safetensors.safe_open(path, "np") as file:
-                if (file.metadata() or {}).get(ENGINE) == self._identity:
-                    return tuple(file.get_tensor(IDS).tolist())
-        except (OSError, safetensors.SafetensorError):
+            header = scan(path)
+            if words_in(header.raw).get(ENGINE) == self._identity:
+                ids = next(span for span in header.spans if span.name == IDS)
+                with path.open("rb") as file:
+                    file.seek(ids.offset)
+                    return tuple(np.frombuffer(file.read(ids.nbytes), np.int64).tolist())
+        except (OSError, CheckpointError, ValueError, StopIteration):
             pass
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from runtime.drives.remembered import recall
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.drives.waits import TRUNK
-from runtime.errors import UsageError
+from runtime.errors import CheckpointError, StorageError, UsageError
 from runtime.weights.ahead import BlockKey, TrunkReads
 from runtime.weights.checks import ScaleCheck
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Placement, Shards, open_holder
@@ -78,47 +78,66 @@ class Drives:
     """The drives of a run: opened and looked through, ready to be read from.
 
     `settings`, by drive, for the record; `notes`, what a person should know. Raises CheckpointError when an expert has
-    no holder, StorageError when a drive cannot be read.
+    no holder, StorageError when that is because a drive cannot be read, or the model directory cannot.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None) -> None:
         self.trace = trace
         self._checkpoint = checkpoint
-        holders: list[Holder] = [Shards(limit.name, checkpoint) for limit in layout.limits]
-        holders = holders or [Shards(MODEL, checkpoint)]
-        holders += [ExpertFiles(name, path, checkpoint) for name, path in layout.directories]
-        self.placement = Placement(checkpoint, holders)
-        released = [holder for holder in holders if isinstance(holder, Shards)]
+        released = [Shards(name, checkpoint) for name in [limit.name for limit in layout.limits] or [MODEL]]
         self._trunk_on = tuple(holder.name for holder in released)
-        self._holders: list[Holder] = list(dict.fromkeys([*released, *self.placement.holders]))
         paths = layout.paths(checkpoint.path)
         limits = {limit.name: limit for limit in layout.limits}
+        self._holders: list[Holder] = []
         self._devices: list[Device] = []
         self._specs: list[DriveSpec] = []
         self.reader: Reader | None = None
         self._witness: Witness | None = None
         self.settings: dict[str, dict[str, object]] = {}
         try:
-            for holder in self._holders:
-                limit = limits.get(holder.name)
-                self._devices.append(self._open(holder, paths[holder.name], limit))
-                self.settings[holder.name] = {
-                    "path": str(paths[holder.name]),
-                    "experts": int(np.count_nonzero(holder.here)),
-                    "limit_bytes_per_s": limit and limit.rate,
-                    "limit_latency_s": limit and limit.latency_s,
-                }
+            for shards in released:
+                self._open(shards, paths[shards.name], limits.get(shards.name))
+            files, unusable = self._open_directories(layout)
+            self.placement = self._place([*released, *files], unusable)
         except BaseException:
             self.close()
             raise
         self.alignment = max(mmap.PAGESIZE, *(device.alignment for device in self._devices))
         self.unit_bytes = BufferPool(0, self.alignment).cost(checkpoint.expert_nbytes)
-        self.notes = list(self.placement.notes)
+        self.notes = unusable + self.placement.notes
         self._look_up(paths, limits)
 
-    def _open(self, holder: Holder, path: Path, limit: Limit | None) -> Device:
+    def _open(self, holder: Holder, path: Path, limit: Limit | None = None) -> None:
         device = open_holder(holder, path, self._checkpoint)
-        return device if limit is None else ThrottledDevice(device, limit)
+        self._devices.append(device if limit is None else ThrottledDevice(device, limit))
+        self._holders.append(holder)
+        self.settings[holder.name] = {
+            "path": str(path),
+            "experts": int(np.count_nonzero(holder.here)),
+            "limit_bytes_per_s": limit and limit.rate,
+            "limit_latency_s": limit and limit.latency_s,
+        }
+
+    def _open_directories(self, layout: Layout) -> tuple[list[ExpertFiles], list[str]]:
+        """(what they hold, why some cannot be used): a drive that fails now is as good as one that fails later."""
+        files, unusable = [], []
+        for name, path in layout.directories:
+            try:
+                holder = ExpertFiles(name, path, self._checkpoint)
+                if holder.here.any():
+                    self._open(holder, path)
+                files.append(holder)
+            except StorageError as error:
+                unusable.append(f"{error}; it is not used")
+        return files, unusable
+
+    def _place(self, holders: Sequence[Holder], unusable: Sequence[str]) -> Placement:
+        try:
+            return Placement(self._checkpoint, holders)
+        except CheckpointError as error:
+            if not unusable:
+                raise
+            raise StorageError(f"{'; '.join(unusable)}; without it, {error}") from None
 
     def _look_up(self, paths: dict[str, Path], limits: dict[str, Limit]) -> None:
         """Find out which real drives are one device, and what probes have found of them. Simulated ones are unknown."""
