@@ -19,7 +19,7 @@ import typer
 import runtime
 from runtime.commands.arguments import check_unicode, parse_passes, parse_size, prompt_source
 from runtime.commands.terminal import abandon, prepare, printable, say, write
-from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, StorageError, UsageError
+from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, NotKept, StorageError, UsageError
 
 if TYPE_CHECKING:
     from runtime.commands.loading import Loading
@@ -168,7 +168,8 @@ def run(
         if timeline is None:
             raise UsageError("--timeline-passes says what --timeline shows: add it, or leave this out")
         loading = replace(loading, timeline_passes=parse_passes(timeline_passes))
-    loading = replace(loading, timeline=timeline)
+    inputs = {} if prompt_file is None else {"--prompt-file": prompt_file}
+    loading = replace(loading, timeline=timeline, inputs=inputs)
     command(loading, Request(source, max_new, chat, system, effort, stats, as_json, logits_hash))
 
 
@@ -526,6 +527,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = app(arguments, standalone_mode=False)
         sys.stdout.flush()
         return int(status or 0)
+    except NotKept as error:
+        return _fail(error.code, str(error.args[0]), error.exit_code, None)
     except ExpertstreamError as error:
         return _fail(error.code, str(error.args[0]), error.exit_code, schema, error.details)
     except ParserError as error:

@@ -47,6 +47,10 @@ class StorageError(ExpertstreamError):
     exit_code = 4
 
 
+class NotKept(StorageError):
+    """A file beside the result could not be written; the result itself is printed already."""
+
+
 class DoesNotFitError(ExpertstreamError):
     """The request needs more memory than it may have."""
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from runtime.errors import UsageError
+from runtime.home import home
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _ID = re.compile(r"-?[0-9]{1,18}")
@@ -108,15 +109,25 @@ def check_unicode(arguments: Sequence[str]) -> None:
             raise UsageError(f"argument {position} is not UTF-8 text at character {error.start}: {shown}") from None
 
 
-def output_file(path: Path, option: str, keep_out: Mapping[str, Path]) -> Path:
+def output_file(
+    path: Path, option: str, keep_out: Mapping[str, Path], others: Mapping[str, Path] | None = None
+) -> Path:
     """Where a file that is asked for can be written, links followed; one that is there will be replaced.
 
-    keep_out: directories by what they are, in which nothing is ever written. Raises UsageError.
+    keep_out: directories by what they are, in which nothing is ever written, as in the program's own. others: files by
+    what they are that this command reads or writes. Raises UsageError.
     """
+    if path == Path():
+        raise UsageError(f"{option}: the name is empty, or that of this directory: name a file")
     target = Path(os.path.realpath(path))
     for what, directory in keep_out.items():
-        if directory.exists() and any(parent.exists() and parent.samefile(directory) for parent in target.parents):
+        if _inside(target, directory):
             raise UsageError(f"{option} {path} is in {what}, where nothing is ever written: name another place")
+    if _inside(target, home()):
+        raise UsageError(f"{option} {path} is in {home()}, where the program keeps what it has learned: name another")
+    for what, other in (others or {}).items():
+        if target == Path(os.path.realpath(other)) or (target.exists() and other.exists() and target.samefile(other)):
+            raise UsageError(f"{option} {path} is also the file of {what}, which would be lost: name another")
     if target.is_dir():
         raise UsageError(f"{option} {path} is a directory: name a file in it")
     if target.exists() and not target.is_file():
@@ -126,3 +137,7 @@ def output_file(path: Path, option: str, keep_out: Mapping[str, Path]) -> Path:
             return target
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be written: {target.parent}: {error.strerror or error}") from None
+
+
+def _inside(target: Path, directory: Path) -> bool:
+    return directory.exists() and any(parent.exists() and parent.samefile(directory) for parent in target.parents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -59,6 +59,8 @@ class Loading:
     trace: Path | None = None
     timeline: Path | None = None
     timeline_passes: Passes | Literal["typical"] = "typical"
+    inputs: Mapping[str, Path] = field(default_factory=dict)
+    """Files that the command reads beside the model, by option: none of them is written."""
     verify_reads: VerifyReads = "first"
     prefetch: bool | None = None
 

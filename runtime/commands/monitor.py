@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ from runtime.drives.figures import parse_latency
 from runtime.drives.identity import identify
 from runtime.drives.kernel import DiskCounters
 from runtime.drives.monitor import COLUMNS, SCHEMA, TOTAL, Meter, Sample, Sampler, Window, rows
-from runtime.errors import StorageError, UsageError
+from runtime.errors import NotKept, StorageError, UsageError
 from runtime.generate.plan import size
 from runtime.home import whole
 from runtime.weights.layout import Layout
@@ -78,7 +79,8 @@ def monitor(
         say(f"note     {note}")
     sampler, meter = Sampler(list(watched.disks), interval_s), Meter(max(0.1, interval_s))
     began = time.monotonic()
-    with Interrupts() as stop, _table(target, watched, interval_s) as keep, _display(watched, process) as show:
+    kept = _Kept(target, watched, interval_s)
+    with Interrupts() as stop, kept as keep, _display(watched, process) as show:
         sampler.start()
         try:
             while not stop.cancelled() and (process is None or process.lives):
@@ -93,10 +95,12 @@ def monitor(
             _take(sampler, meter, keep)
     write(_summary(meter, sampler, watched, process, time.monotonic() - began))
     if target is not None:
+        if kept.problem is not None:
+            raise NotKept(kept.problem)
         say(f"csv      {target}: {meter.samples:,} samples")
 
 
-def _take(sampler: Sampler, meter: Meter, keep: Callable[[Sequence[Sample]], None]) -> None:
+def _take(sampler: Sampler, meter: Meter, keep: Callable[[Iterable[Sample]], None]) -> None:
     samples = sampler.drain()
     meter.feed(samples)
     keep(samples)
@@ -186,29 +190,61 @@ class _Process:
 # --- the table ---
 
 
-@contextmanager
-def _table(target: Path | None, watched: Watched, interval_s: float) -> Iterator[Callable[[Sequence[Sample]], None]]:
-    """What keeps samples in a file that is there, whole, when the block ends."""
-    if target is None:
-        yield lambda samples: None
-        return
-    head = {"disks": watched.disks, "interval_s": interval_s, "wall_clock": datetime.now(UTC).isoformat()}
-    try:
-        with ExitStack() as stack:
-            file: Any = stack.enter_context(whole(target))
+class _Kept:
+    """Keeps samples in a file that is there, whole, when the block ends; without a target it does nothing.
+
+    problem: why the file cannot be written, once that is known; watching goes on. Raises StorageError when the file
+    cannot even be begun.
+    """
+
+    def __init__(self, target: Path | None, watched: Watched, interval_s: float) -> None:
+        self.problem: str | None = None
+        self._target, self._stack = target, ExitStack()
+        self._head = {"disks": watched.disks, "interval_s": interval_s, "wall_clock": datetime.now(UTC).isoformat()}
+        self._out: Any = None
+
+    def __enter__(self) -> Callable[[Iterable[Sample]], None]:
+        if self._target is not None:
+            try:
+                file: Any = self._stack.enter_context(whole(self._target))
+            except OSError as error:
+                raise StorageError(self._words(error)) from None
             text = io.TextIOWrapper(file, "utf-8", newline="")
-            stack.callback(text.detach)
-            text.write(f"# {SCHEMA}\n# {json.dumps(head)}\n")
-            out = csv.writer(text, lineterminator="\n")
-            out.writerow(COLUMNS)
+            self._stack.callback(text.detach)  # what opened the file closes it
+            text.write(f"# {SCHEMA}\n# {json.dumps(self._head)}\n")
+            self._out = csv.writer(text, lineterminator="\n")
+            self._out.writerow(COLUMNS)
+        return self._keep
 
-            def keep(samples: Iterable[Sample]) -> None:
-                for sample in samples:
-                    out.writerows(rows(sample))
+    def _keep(self, samples: Iterable[Sample]) -> None:
+        if self._out is None:
+            return
+        try:
+            for sample in samples:
+                self._out.writerows(rows(sample))
+        except OSError as error:
+            self._give_up(error)
+            say(f"note     {self.problem}")
 
-            yield keep
-    except OSError as error:
-        raise StorageError(f"--csv {target} could not be written: {error.strerror or error}") from None
+    def _give_up(self, error: OSError) -> None:
+        self.problem, self._out = self._words(error), None
+        with suppress(OSError):  # what is half-written goes
+            self._stack.__exit__(type(error), error, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._out is None:
+            return
+        try:
+            self._stack.__exit__(kind, error, trace)
+        except OSError as problem:
+            if problem is error:
+                raise
+            self.problem = self._words(problem)
+
+    def _words(self, error: OSError) -> str:
+        return f"--csv {self._target} could not be written: {error.strerror or error}"
 
 
 # --- what is shown ---

@@ -78,21 +78,21 @@ def run(loading: Loading, request: Request) -> None:
             steps = generate(
                 session, prompt, request.max_new, answer, stop, stats=request.stats, logits_hash=request.logits_hash
             )
-    Failures(engine).tell()
-    if request.as_json:
-        record = run_record(
-            session,
-            steps,
-            prompt_ids=prompt,
-            text=None if engine.tokenizer is None else answer.text,
-            reasoning=answer.reasoning if request.chat else None,
-            note=loading.note,
-            asked=request.settings(loading, engine),
-        )
-        write(json.dumps(record) + "\n")
-    elif request.logits_hash:
-        for number, step in enumerate(steps, 1):
-            say(f"logits   {number:5} {step.token_id:7} {step.logits_sha256}")
+        Failures(engine).tell()
+        if request.as_json:
+            record = run_record(
+                session,
+                steps,
+                prompt_ids=prompt,
+                text=None if engine.tokenizer is None else answer.text,
+                reasoning=answer.reasoning if request.chat else None,
+                note=loading.note,
+                asked=request.settings(loading, engine),
+            )
+            write(json.dumps(record) + "\n")
+        elif request.logits_hash:
+            for number, step in enumerate(steps, 1):
+                say(f"logits   {number:5} {step.token_id:7} {step.logits_sha256}")
 
 
 def _reader(engine: Engine, request: Request) -> ChatReader | PlainReader | IdReader:

@@ -13,7 +13,7 @@ from runtime.commands.tables import table
 from runtime.commands.terminal import say, write
 from runtime.drives.report import FATES, Analysis, report
 from runtime.drives.trace import load
-from runtime.errors import StorageError, UsageError
+from runtime.errors import NotKept, UsageError
 from runtime.generate.plan import size
 from runtime.home import write_whole
 
@@ -22,7 +22,7 @@ def trace_report(file: Path, *, as_json: bool, layer: int | None, top: int, svg:
     """Read the trace, print what it tells, draw it if asked. Raises UsageError for a file that is no whole trace."""
     if top < 1:
         raise UsageError(f"--top {top}: at least one row must be shown")
-    target = None if svg is None else output_file(svg, "--svg", {})
+    target = None if svg is None else output_file(svg, "--svg", {}, {"the trace": file})
     trace = load(file)
     if not len(trace.slices):
         raise UsageError(f"{file}: nothing was read in this run")
@@ -30,14 +30,14 @@ def trace_report(file: Path, *, as_json: bool, layer: int | None, top: int, svg:
     if not len(analysis.slices):
         layers = sorted({int(n) for n in trace.slices["layer"]})
         raise UsageError(f"--layer {layer}: nothing was read for it; this trace has layers {layers[0]} to {layers[-1]}")
+    found = report(analysis, top)
+    write(json.dumps(found) + "\n" if as_json else "\n\n".join(_sections(found, layer, top)) + "\n")
     if target is not None:
         try:
             write_whole(target, draw(analysis, top).encode())
         except OSError as error:
-            raise StorageError(f"--svg {target} could not be written: {error.strerror or error}") from None
+            raise NotKept(f"--svg {target} could not be written: {error.strerror or error}") from None
         say(f"picture  {target}")
-    found = report(analysis, top)
-    write(json.dumps(found) + "\n" if as_json else "\n\n".join(_sections(found, layer, top)) + "\n")
 
 
 def _sections(found: dict[str, Any], layer: int | None, top: int) -> Iterable[str]:

@@ -15,7 +15,7 @@ from runtime.commands.terminal import Interrupts, say
 from runtime.commands.timeline import check_format
 from runtime.commands.timeline import write as write_timeline
 from runtime.drives.trace import TraceLog
-from runtime.errors import StorageError
+from runtime.errors import NotKept
 from runtime.generate import Engine
 from runtime.generate.record import model, settings
 from runtime.model.timeline import Timeline
@@ -25,15 +25,21 @@ class Tracing:
     """Notes what the engine it loads reads, and computes, and writes it when the block ends, however it ends.
 
     Refuses a place that cannot be written before anything is loaded. Without `loading.trace` and `loading.timeline` it
-    does nothing.
+    does nothing. Raises NotKept at the end, so the result is to be printed within the block.
     """
 
     def __init__(self, loading: Loading) -> None:
         self._loading = loading
         if loading.timeline is not None:
             check_format(loading.timeline)
-        self._file = None if loading.trace is None else output_file(loading.trace, "--trace", loading.sources)
-        self._drawn = None if loading.timeline is None else output_file(loading.timeline, "--timeline", loading.sources)
+        others = dict(loading.inputs)
+        self._file: Path | None = None
+        self._drawn: Path | None = None
+        if loading.trace is not None:
+            self._file = others["--trace"] = output_file(loading.trace, "--trace", loading.sources, others)
+        if loading.timeline is not None:
+            self._drawn = output_file(loading.timeline, "--timeline", loading.sources, others)
+        self._unwritten: list[str] = []
         self._log: TraceLog | None = None
         self._timeline: Timeline | None = None
         self._engine: Engine | None = None
@@ -57,20 +63,20 @@ class Tracing:
         if self._engine is not None:
             about = about_run(self._engine, self._loading.note, _ended(error))
             if self._timeline is not None and self._drawn is not None:
-                self._write("timeline", self._drawn, error, partial(self._draw, self._timeline, self._log, about))
+                self._write("timeline", self._drawn, partial(self._draw, self._timeline, self._log, about))
         if self._file is not None:
-            self._write("trace", self._file, error, partial(self._put_down, self._log, about))
+            self._write("trace", self._file, partial(self._put_down, self._log, about))
+        if self._unwritten and error is None:
+            raise NotKept("; ".join(self._unwritten))
+        for message in self._unwritten:  # something worse has happened
+            say(f"note     {message}")
 
-    @staticmethod
-    def _write(what: str, file: Path, error: BaseException | None, write: Callable[[Path], str]) -> None:
-        """Write it and tell of it. Raises StorageError when it cannot be, and nothing worse has happened."""
+    def _write(self, what: str, file: Path, write: Callable[[Path], str]) -> None:
+        """Write it and tell of it, or know that it could not be."""
         try:
             say(f"{what:8} {file}: {write(file)}")
         except OSError as problem:
-            message = f"--{what} {file} could not be written: {problem.strerror or problem}"
-            if error is None:
-                raise StorageError(message) from None
-            say(f"note     {message}")
+            self._unwritten.append(f"--{what} {file} could not be written: {problem.strerror or problem}")
 
     @staticmethod
     def _put_down(log: TraceLog, about: dict[str, Any], file: Path) -> str:
