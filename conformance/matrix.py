@@ -33,6 +33,7 @@ from runtime.generate import Engine, Session
 from runtime.generate.plan import LONGEST_CHUNK
 from runtime.home import home
 from runtime.ops import cpu
+from runtime.weights.division import EMBEDDING, LEAST_BLOCKS, Divider, Division
 from runtime.weights.experts import COPYING, ExpertStore
 from runtime.weights.layout import Drives, Layout
 from runtime.weights.placement import MODEL
@@ -43,6 +44,7 @@ FACTORS: dict[str, tuple[str | int, ...]] = {
     "placement": ("complete", "partial", "split"),
     "lost": ("none", "one, mid-answer"),
     "delays": ("none", "random"),
+    "trunk": ("resident", "streamed"),
     "cache": ("one top-k", "a quarter", "all"),
     "prefetch": ("off", "on", "random guesses"),
     "chunk": (1, 7, 64, "whole"),
@@ -51,10 +53,14 @@ FACTORS: dict[str, tuple[str | int, ...]] = {
     "trace": ("off", "on"),
 }
 """complete: each drive has every expert; partial: the model directory does, the others have half of them each; split:
-the model directory has none, and no two drives have the same."""
+the model directory has none, and no two drives have the same.
+streamed: a part of the trunk is read in every pass."""
 
 DELAY_S = 0.001
 """No read waits longer in a cell with delays."""
+
+STREAMED = 6
+"""Of so many matrices one is streamed."""
 
 PART_BYTES = 1 << 14
 """What is worth a thread here: small models, too, are divided between two."""
@@ -132,13 +138,15 @@ class Site:
 
     def victims(self, cell: Cell, layout: Layout) -> Sequence[str]:
         names = [name for name, _ in layout.directories]
-        return names if cell["placement"] == "partial" else [MODEL, *names]
+        return names if cell["placement"] == "partial" or cell["trunk"] == "streamed" else [MODEL, *names]
 
     @contextmanager
     def prepare(self, cell: Cell) -> Iterator[None]:
         if cell["verify"] == "first":
             self.write_manifest(self.place(cell)[0])
-        with by_drive(), mock.patch.object(cpu, "WORTH_A_THREAD", PART_BYTES):
+        with by_drive(), mock.patch.object(cpu, "WORTH_A_THREAD", PART_BYTES), ExitStack() as stack:
+            if cell["trunk"] == "streamed":
+                stack.enter_context(mock.patch.object(Divider, "divide", _a_part))
             yield
 
     def cache_bytes(self, size: str | int) -> int:
@@ -154,6 +162,11 @@ class Site:
 
     def _file(self, layer: int, expert: int) -> Path:
         return self._files / f"L{layer}-E{expert}.bin"
+
+
+def _a_part(divider: Divider, room_bytes: int) -> Division:
+    """Whatever there is room for, some matrices of each layer are streamed."""
+    return divider.streaming([EMBEDDING, *divider.order[::STREAMED]], LEAST_BLOCKS)
 
 
 class Wild(Prefetch):
@@ -309,6 +322,7 @@ def check_same(said: Answer, plain: Answer, where: str) -> None:
 def check_settings(engine: Engine, cell: Cell) -> None:
     """What the engine says of itself is what the cell asks for."""
     assert engine.checks.mode == cell["verify"]
+    assert (engine.model.trunk.streamed_bytes > 0) == (cell.get("trunk") == "streamed")
     guesses = cell["prefetch"] != "off" and cell["cache"] != "one top-k"
     assert (engine.prefetch == "on") == guesses or engine.experts.guess_limit < 1, engine.prefetch
     assert engine.chunk == min(engine.context, LONGEST_CHUNK if cell["chunk"] == "whole" else int(cell["chunk"]))
@@ -321,6 +335,8 @@ def check_books(engine: Engine, victim: str = "") -> None:
     assert drives is not None
     reader = drives.reader
     assert reader is not None
+    if engine.model.trunk.stream is not None:
+        engine.model.trunk.stream.close()
     for _ in range(4000):
         if reader.idle:
             break

@@ -87,7 +87,7 @@ class Divider:
         if self.embedding <= rows and self.everything <= room_bytes:
             return self.whole()
         if self.everything - self.embedding + rows <= room_bytes:
-            return self._division([EMBEDDING], 0)
+            return self.streaming([EMBEDDING], 0)
         room, unit = room_bytes - stays - rows, self._unit(self.order)
         # a quarter of what is left, for buffers, and no more than all blocks together need
         count = max(LEAST_BLOCKS, min(MOST_BLOCKS, self._blocks, room // (4 * unit)))
@@ -97,13 +97,14 @@ class Divider:
             if (nbytes := self._kept(name)) <= room:
                 kept.add(name)
                 room -= nbytes
-        return self._division([EMBEDDING, *(n for n in self.order if n not in kept)], count)
+        return self.streaming([EMBEDDING, *(n for n in self.order if n not in kept)], count)
 
     def whole(self) -> Division:
         """Everything stays."""
-        return self._division([], 0)
+        return self.streaming([], 0)
 
-    def _division(self, streamed: list[str], count: int) -> Division:
+    def streaming(self, streamed: list[str], count: int) -> Division:
+        """The division that streams these, in the order of a pass, through so many buffers."""
         checkpoint = self._checkpoint
         matrices = [name for name in streamed if name != EMBEDDING]
         unit = self._unit(matrices)
