@@ -260,10 +260,17 @@ def test_the_same_bits_on_mlx(precision: Any, path: Path, monkeypatch: pytest.Mo
         settled(engine)
 
 
-def test_a_pass_reads_each_block_once_and_in_its_order(path: Path) -> None:
+def test_a_pass_reads_each_block_once_and_in_its_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "BLOCK_BYTES", 1 << 18)  # blocks of several sizes
     with loaded(path, 0.4) as engine:
         plan, trunk = engine.plan, engine.model.trunk
-        steps = list(engine.session().generate(PROMPT, 8))
+        assert engine.drives is not None
+        assert engine.drives.reader is not None
+        pool, made, steps = engine.drives.reader.pool, 0, []
+        for step in engine.session().generate(PROMPT, 8):
+            made = pool.made if len(steps) < 3 else made
+            steps.append(step)
+        assert pool.made == made, "buffers serve each other, whatever block they were for"
         assert trunk.stream is not None
         assert trunk.stream.restarts == 0
         rows = len(set(PROMPT)) - 1
@@ -407,6 +414,8 @@ def test_a_stop_in_the_middle_of_a_layer_leaves_the_session_as_it_was(path: Path
             with pytest.raises(Cancelled):
                 list(session.generate(PROMPT, 1, cancelled=lambda: next(countdown)))  # noqa: B023
             assert session.processed == PROMPT[:10]
+        assert engine.model.trunk.stream is not None
+        assert engine.model.trunk.stream.restarts > 3, "what was read ahead was of no use"
         steps = list(session.generate(PROMPT, NEW, logits_hash=True))
         assert [(step.token_id, step.logits_sha256) for step in steps] == whole["cpu", "bf16"]
         settled(engine)
