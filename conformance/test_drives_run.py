@@ -22,7 +22,7 @@ from copies import rewrite, write_experts
 
 from runtime.checkpoint import Checkpoint
 from runtime.drives.device import DeviceError
-from runtime.drives.jobs import Fault, Span
+from runtime.drives.jobs import Fault, Policy, Span
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
 from runtime.errors import CheckpointError, DoesNotFitError, StorageError, UsageError
@@ -280,6 +280,30 @@ def test_a_drive_that_cannot_even_be_opened(
         assert "drive o: cannot list it: Input/output error; it is not used" in engine.drives.notes
     with pytest.raises(StorageError, match=r"drive o: cannot list it: .*; without it, .* experts are on none of"):
         Engine.load(bare, backend="cpu", layout=Layout((("o", odd), ("e", even))))
+
+
+def test_a_lone_drive_that_falls_silent_for_a_while_is_waited_for(
+    embedded: Path,
+    alone: Outcome,
+    devices: dict[str, Callable[[int], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longer than a check may take where there are other drives."""
+    monkeypatch.setattr(arrangement, "SMALL_BYTES", 1)
+    policy = Policy(max_hedge_leases=4, deadline_floor_s=0.02, back_off_s=0.02, check_timeout_s=0.1)
+    monkeypatch.setattr(arrangement, "POLICY", policy)
+    silent = threading.Event()
+
+    def fall_silent(number: int) -> None:
+        if number >= 20:
+            silent.wait(1.0)
+            silent.set()
+
+    devices["model"] = fall_silent
+    with Engine.load(embedded, backend="cpu") as engine:
+        assert answer(engine) == alone
+        assert engine.drives is not None
+        assert engine.drives.reader is not None
 
 
 def test_scales_that_no_weight_has_are_wrong_bytes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,11 @@ class Drives:
         return [(d, holder) for d, holder in zip(self._devices, self._holders, strict=True) if holder.here.any()]
 
     @property
+    def _policy(self) -> Policy:
+        """With one drive there is nothing to turn to: it is waited for as long as a read that is late."""
+        return POLICY if len(self._devices) > 1 else replace(POLICY, check_timeout_s=POLICY.give_up_s)
+
+    @property
     def hedges(self) -> int:
         """Second buffers for reads that are late, at most."""
         return POLICY.max_hedge_leases * (len(self._devices) > 1)
@@ -215,7 +220,7 @@ class Drives:
         self.reader = Reader(
             drives,
             pool,
-            policy=POLICY,
+            policy=self._policy,
             uplinks=self._uplinks,
             kind_of=_kind_of,
             verify=check,
