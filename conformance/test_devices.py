@@ -26,7 +26,7 @@ from loopback import ext4_image
 from runtime.drives import real
 from runtime.drives.buffers import HAS_HUGE, HUGE, BufferPool, address, aligned
 from runtime.drives.device import DeviceError
-from runtime.drives.identity import UNKNOWN, Identity, identify, same_device
+from runtime.drives.identity import UNKNOWN, Identity, disks_below_image, identify, same_device
 from runtime.drives.jobs import Fault, Span
 from runtime.drives.kernel import device_bytes_read
 from runtime.drives.probe import Ceiling, Findings, probe
@@ -802,6 +802,7 @@ def test_a_loop_image_reads_direct_and_says_what_it_is(loop: Path) -> None:
     assert identity.filesystem == "ext4"
     assert identity.backing.endswith("image")
     assert same_device({"loop": identity, "disk": identify(loop.parent)}) == []
+    assert disks_below_image(identity.disks[0]) == identify(loop.parent).disks
     device.close()
 
 

@@ -96,6 +96,15 @@ def test_drives_and_who_landed_last(story: Story, tmp_path: Path) -> None:
     assert [b.number for b in story.analysis(tmp_path, layer=2).barriers] == [2]
 
 
+def test_an_image_on_a_disk_is_no_disk_more(story: Story, tmp_path: Path) -> None:
+    story.read((1, 0), "a", 0.0, 2.0, 400)
+    disks = {"sda": {"read_bytes": 900, "written_bytes": 0}, "loop4": {"read_bytes": 400, "written_bytes": 0}}
+    apart = story.analysis(tmp_path, process_read_bytes=800, disks=disks)
+    assert apart.accounts()["foreign_bytes"] == 500
+    disks["loop4"]["on"] = ["sda"]  # type: ignore[assignment]
+    assert story.analysis(tmp_path, process_read_bytes=800, disks=disks).accounts()["foreign_bytes"] == 100
+
+
 def test_a_late_read_holds_nobody_up_once_another_copy_is_there(story: Story, tmp_path: Path) -> None:
     story.read((1, 0), "a", 0.0, 9.0, barrier=1, lease=7)
     story.read((1, 0), "b", 2.0, 3.0, barrier=1, lease=8, kind=Kind.HEDGE)

@@ -14,6 +14,7 @@ from runtime.commands.loading import Loading, Ready
 from runtime.commands.terminal import Interrupts, say
 from runtime.commands.timeline import check_format
 from runtime.commands.timeline import write as write_timeline
+from runtime.drives.identity import disks_below_image
 from runtime.drives.trace import TraceLog
 from runtime.errors import NotKept
 from runtime.generate import Engine
@@ -112,5 +113,8 @@ def about_run(engine: Engine, note: str | None, ended: str) -> dict[str, Any]:
         },
         "kinds": {kind: count.requested_bytes for kind, count in kinds.items()},
         "process_read_bytes": process,
-        "disks": {disk: {"drives": list(above), **asdict(done)} for disk, (above, done) in disks.items()},
+        "disks": {
+            disk: {"drives": list(above), "on": list(disks_below_image(disk)), **asdict(done)}
+            for disk, (above, done) in disks.items()
+        },
     }

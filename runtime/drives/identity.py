@@ -12,6 +12,7 @@ import plistlib
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def _on_linux(path: str, dev: tuple[int, int]) -> dict[str, Any]:
         "model": first_line(about, "device/model"),
         "backing": first_line(about, "loop/backing_file", missing=""),
     }
+
+
+def disks_below_image(disk: str) -> tuple[str, ...]:
+    """The disks that the file behind a loop device lies on: what is read from it is read from them, too."""
+    image = first_line(SYS / "block" / disk, "loop/backing_file", missing="")
+    with suppress(OSError):
+        return identify(image).disks if image else ()
+    return ()
 
 
 def _mount_of(path: str, dev: tuple[int, int]) -> Mount:

@@ -231,13 +231,13 @@ class Analysis:
     def accounts(self) -> dict[str, Any]:
         """The trace beside the reader's own counts and those of the system. None: the trace does not say.
 
-        foreign_bytes: what the disks read that this process did not ask for.
+        foreign_bytes: what the disks read that this process did not ask for; an image on one of them is no disk more.
         """
         about = self.trace.about
         drives = about.get("drives", {})
         counted = {name: d["requested_bytes"] - d["checked_bytes"] for name, d in drives.items()}
         disks, process = about.get("disks", {}), about.get("process_read_bytes")
-        read = sum(d["read_bytes"] for d in disks.values())
+        read = sum(d["read_bytes"] for d in disks.values() if not disks.keys() & set(d.get("on", ())))
         return {
             "counted_bytes": counted,
             "dropped": about.get("dropped", 0),
