@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
@@ -143,6 +144,29 @@ def test_what_the_readme_shows_of_the_server(start: Start, tmp_path: Path) -> No
     assert process.stderr.read() == b"stopped, as asked\n"
     assert process.stdout is not None
     assert process.stdout.read() == b""
+
+
+def test_the_operator_is_told_of_reads_that_failed(start: Start, tiny: Path, tmp_path: Path) -> None:
+    """Of an answer that failed with them, and not that they were made good."""
+    model = shutil.copytree(tiny, tmp_path / "m")
+    process = start(
+        *("serve", "--port", 0, "--model", model, "--model-name", MODEL, "--threads", 1, "--context", 64),
+        *("--simulate-drive", "a=400MB/s", "--expert-cache", "off", "--snapshots", "off"),
+    )
+    assert process.stderr is not None
+    said = read_until(process.stderr.fileno(), b"/v1\n").decode()
+    server = Served(int(re.findall(r"^serving .*:(\d+)/v1$", said, re.MULTILINE)[0]), None)  # type: ignore[arg-type]
+    for file in model.glob("*.safetensors"):
+        os.truncate(file, 4096)
+    answer = server.complete("secret", max_tokens=3)
+    assert (answer.status, answer.error["code"]) == (500, "storage_failed")
+    assert server.get("/health").json["status"] == "degraded"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANGS_S) == 143
+    told = process.stderr.read().decode()
+    assert re.search(r"^note     drive a: \d+ reads failed$", told, re.MULTILINE)
+    assert f"failed   {answer.error['message']}\n" in told
+    assert "secret" not in told
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,10 @@ def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:
     limits = tuple(Limit.parse(text) for text in ("a=400MB/s", "b=300MB/s"))
     with Engine.load(tiny, backend="reference", layout=Layout(limits=limits)) as engine, served(engine) as server:
         assert server.complete("Hello", max_tokens=2).status == 200
+        assert engine.drives is not None
+        assert engine.drives.reader is not None
+        while not engine.drives.reader.idle:  # what was guessed or checked for is still being read
+            threading.Event().wait(0.005)
         facts = server.get("/health").json
         assert facts["status"] == "ready"
         drives = {name: facts["drives"][name] for name in ("a", "b")}

@@ -31,15 +31,16 @@ class Failures:
         self._told: dict[str, int] = {}
         self._told_wrong: dict[str, int] = {}
 
-    def tell(self) -> None:
-        """Of those that nobody was told of yet."""
+    def tell(self, made_good: bool = True) -> None:
+        """Of those that nobody was told of yet. `made_good`: what was asked for came all the same."""
         if self._engine.drives is None:
             return
         for name, counts in self._engine.drives.counts()[0].items():
             new = counts.errors - self._told.get(name, 0)
             if new:
                 self._told[name] = counts.errors
-                say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}; other copies were read")
+                well = "; other copies were read" if made_good else ""
+                say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}{well}")
 
     def _wrong(self, name: str) -> str:
         """What to do about wrong bytes, if there were any."""

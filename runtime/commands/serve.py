@@ -19,7 +19,7 @@ from runtime.server.app import Settings, make_app
 from runtime.server.metrics import Metrics
 from runtime.server.run import bind, serve_until
 from runtime.server.safety import is_loopback
-from runtime.server.worker import Worker
+from runtime.server.worker import Ended, Failed, Worker
 from runtime.text.tokenizer import Tokenizer
 
 EMBEDDED = "expertstream-embedded"
@@ -83,9 +83,17 @@ def serve(loading: Loading, serving: Serving) -> None:
             say(f"listening at {url}")
             return tracing.load(stop, ready)
 
-        def serving_now(engine: Engine) -> Callable[[], None]:
+        def serving_now(engine: Engine) -> Callable[[Ended | Failed], None]:
             say(f"serving  {serving.name(loading)} at {url}/v1")
-            return Failures(engine).tell
+            failures = Failures(engine)
+
+            def after(last: Ended | Failed) -> None:
+                lost = last.error.message if isinstance(last, Failed) and last.error.status == 500 else None
+                failures.tell(made_good=lost is None)
+                if lost is not None:
+                    say(f"failed   {lost}")
+
+            return after
 
         worker = Worker(load, serving.queue, metrics, disk, serving_now)
         metrics.watch(worker)

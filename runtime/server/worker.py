@@ -116,11 +116,11 @@ class Worker:
         queue: int,
         metrics: Metrics,
         disk: Callable[[Engine], Disk] | None = None,
-        ready: Callable[[Engine], Callable[[], None] | None] = lambda engine: None,
+        ready: Callable[[Engine], Callable[[Ended | Failed], None] | None] = lambda engine: None,
     ) -> None:
         """`load`, `disk`, where snapshots go, and `ready`, when tasks are taken, are called on the worker's thread.
 
-        What `ready` returns is called there too, after each job. `queue` jobs may wait.
+        What `ready` returns is called there too, after each job with its end. `queue` jobs may wait.
         """
         self.state: Literal["loading", "ready", "stopped"] = "loading"
         self.failure: BaseException | None = None
@@ -201,9 +201,9 @@ class Worker:
                 self.state = "ready"
                 after = self._ready(engine)
                 while (job := self._next()) is not None:
-                    self._do(engine, job)
+                    last = self._do(engine, job)
                     if after is not None:
-                        after()
+                        after(last)
                 self.snapshots.put_down()
         except BaseException as error:  # whoever runs the server raises it again
             self.failure = error
@@ -231,7 +231,7 @@ class Worker:
             self.current = self._waiting.popleft()
             return self.current
 
-    def _do(self, engine: Engine, job: Job) -> None:
+    def _do(self, engine: Engine, job: Job) -> Ended | Failed:
         """Run the job to whatever end, free its place, tell it. Nothing that happens in it ends the thread."""
         started = time.monotonic()
         outcome = "failed"
@@ -254,6 +254,7 @@ class Worker:
             with self._changed:
                 self.running = self.current = None
         job.tell(last)
+        return last
 
     def _run(self, engine: Engine, job: Job) -> Ended:
         """Generate the answer and tell its parts. Raises what generating raises."""
