@@ -436,3 +436,22 @@ def test_an_interrupted_synth_leaves_nothing(cli: Command, tmp_path: Path, monke
     monkeypatch.setattr(Interrupts, "cancelled", lambda self: True)
     assert cli("synth", "--shape", "tiny", "--out", tmp_path / "made").status == 130
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --prompt-ids 1",
+        "verify",
+        "replicate --to . --budget all",
+        "forecast",
+        "drives map",
+        "drives probe",
+        "drives monitor --seconds 1",
+    ],
+)
+def test_a_model_that_is_not_there_is_a_bad_checkpoint(cli: Command, command: str) -> None:
+    outcome = cli(*command.split(), "--model", "/no/such/place")
+    assert (outcome.status, outcome.out) == (3, "")
+    assert "/no/such/place" in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -356,7 +356,7 @@ def test_what_a_probe_found_is_shown(cli: Command, tmp_path: Path, monkeypatch: 
     assert ", 3.25 GB/s at depth 4 by probe of 2026-11-29\n" in cli("drives", "map", "--drive", f"a={tmp_path}").out
 
 
-@pytest.mark.parametrize("options", [("--drive", "a=/no/such/place"), ("--model", "/no/such/place"), ("--drive", "a")])
+@pytest.mark.parametrize("options", [("--drive", "a=/no/such/place"), ("--drive", "a")])
 def test_places_that_are_not_there(cli: Command, options: tuple[str, ...]) -> None:
     outcome = cli("drives", "map", *options)
     assert outcome.status == 2

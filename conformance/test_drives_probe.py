@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.drives.throttled import Limit
 from runtime.drives.virtual import VirtualDrive, World
+from runtime.errors import Cancelled
 from runtime.weights import layout as arrangement
 from runtime.weights.layout import Drives, Layout
 
@@ -157,7 +159,6 @@ def test_a_drive_that_fails_ends_the_probe(cli: Command, files: Path, monkeypatc
         ("--amount", "1M"),
         ("--amount", "much"),
         ("--drive", "a=/no/such/place"),
-        ("--model", "/no/such/place"),
     ],
 )
 def test_options_that_cannot_be_honoured(cli: Command, options: tuple[object, ...]) -> None:
@@ -182,6 +183,26 @@ def test_large_files_are_whole_regular_and_on_the_drive(tmp_path: Path) -> None:
         file.truncate(10_000_000)
     spans = large_files("x", tmp_path / "d", 50_000)
     assert spans == [Span("x", name, 0, 100_000) for name in ("a", "b", "link", "deep/er/c")]
+
+
+def test_nobody_waits_for_a_read_once_it_is_to_end(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(self: RealDevice, file: str, offset: int, into: memoryview) -> int:
+        begun.set()
+        go_on.wait()
+        return len(into)
+
+    def check() -> None:
+        if begun.is_set():
+            raise Cancelled("as asked")
+
+    monkeypatch.setattr(RealDevice, "read", slow)
+    device = RealDevice("one", files)
+    with pytest.raises(Cancelled):  # with the read still under way
+        measure([Places(device, [Span("one", "film", 0, 24 * MIB)], MIB, 0)], {"one": 1}, inf, 600, check)
+    go_on.set()
+    device.close()
 
 
 def test_a_drive_is_read_however_short_the_time(files: Path) -> None:

@@ -247,13 +247,14 @@ def test_watching_for_a_while(disk: str, cli: Command, tmp_path: Path) -> None:
     assert list((tmp_path / "d").iterdir()) == []
 
 
-def test_interrupting_is_the_way_out(start: Start, disk: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_interrupting_is_the_way_out(start: Start, disk: str, tmp_path: Path, signum: int, status: int) -> None:
     process = start("drives", "monitor", "--drive", f"d={tmp_path}", "--csv", tmp_path.parent / "t.csv")
     assert process.stderr is not None
     read_until(process.stderr.fileno(), b"reads/s")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
+    assert process.returncode == status
     assert f"{disk} (d)" in out.decode()
     assert len(table(tmp_path.parent / "t.csv")[1]) > 1
 
@@ -287,6 +288,9 @@ def test_a_process_may_go_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
         (["--interval", "10"], "--interval '10'"),
         (["--interval", "0.1ms"], "--interval"),
         (["--seconds", 0], "--seconds 0"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--seconds", "1e400"], "--seconds inf"),
+        (["--pid", -5], "--pid -5: there is no such process"),
         (["--csv", "{d}/t.csv"], "is in the directory of drive d"),
         (["--csv", "{m}/sub/t.csv"], "is in the directory of drive model"),
         (["--csv", "{d}/../no/t.csv"], "cannot be written"),

@@ -33,6 +33,12 @@ def parse_size(text: str, option: str, otherwise: str = "") -> int:
     return nbytes
 
 
+def check_seconds(seconds: float, most: float) -> None:
+    """Raise UsageError unless --seconds is a time, no longer than `most`."""
+    if not 0 < seconds <= most:  # nan is neither
+        raise UsageError(f"--seconds {seconds:g}: more than 0, and no more than {most:g}")
+
+
 def parse_ids(text: str) -> list[int]:
     """Token ids separated by commas. Whether the model has them is the model's to say."""
     items = [item.strip() for item in text.split(",")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.commands.terminal import say
 from runtime.drives.throttled import Limit
-from runtime.errors import UsageError
+from runtime.errors import CheckpointError, UsageError
 from runtime.generate import Engine
 from runtime.weights.layout import Layout
 
@@ -21,6 +21,12 @@ def parse_drives(drives: Sequence[str], simulated: Sequence[str], option: str = 
             raise UsageError(f"{option} {text!r} is not understood: write NAME=PATH, such as a=/mnt/a")
         directories.append((name.strip(), Path(path)))
     return Layout(tuple(directories), tuple(Limit.parse(text) for text in simulated))
+
+
+def require_model(model: Path | None) -> None:
+    """Raise CheckpointError, as whoever opens the checkpoint does, for a model's directory that is not there."""
+    if model is not None and not model.is_dir():
+        raise CheckpointError(f"--model {model}: there is no such directory")
 
 
 class Failures:

@@ -12,6 +12,7 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import COPY_NAME, load_if_there, manifest_path
+from runtime.commands.drives import require_model
 from runtime.commands.terminal import say, write
 from runtime.drives.device import DeviceError
 from runtime.drives.hardware import Disk, look_at
@@ -19,7 +20,7 @@ from runtime.drives.identity import UNKNOWN, Identity, identify, same_device
 from runtime.drives.mounts import Mount, drives_among, mounts
 from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
-from runtime.errors import StorageError, UsageError
+from runtime.errors import StorageError
 from runtime.generate.plan import size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards, count_expert_files
@@ -47,8 +48,7 @@ def map_drives(model: Path | None, layout: Layout, as_json: bool) -> None:
     """Look and tell. Raises UsageError, CheckpointError, StorageError for a named drive that cannot be looked at."""
     places = dict(layout.directories)
     if model is not None:
-        if not model.is_dir():
-            raise UsageError(f"--model {model}: there is no such directory")
+        require_model(model)
         places = {MODEL: model} | places
     found = mounts()
     named = bool(places)

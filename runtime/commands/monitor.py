@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from runtime.commands.arguments import output_file
+from runtime.commands.arguments import check_seconds, output_file
+from runtime.commands.drives import require_model
 from runtime.commands.tables import table
 from runtime.commands.terminal import Interrupts, is_terminal, say, write
 from runtime.drives.figures import parse_latency
@@ -34,6 +35,7 @@ REFRESH_S = 0.25
 LINE_S = 1.0
 """How often a line is printed where nobody watches a terminal."""
 SHORTEST_S = 0.001
+MOST_SECONDS = 366 * 86400.0
 BARS = " ▁▂▃▄▅▆▇█"
 HEADERS = ("", "GB/s", "reads/s", "a read", "latency", "in flight", "written/s")
 
@@ -67,8 +69,9 @@ def monitor(
     """
     places = ({} if model is None else {MODEL: model}) | dict(layout.directories)
     interval_s = _interval(interval)
-    if seconds is not None and seconds <= 0:
-        raise UsageError(f"--seconds {seconds:g}: there must be time to watch")
+    if seconds is not None:
+        check_seconds(seconds, MOST_SECONDS)
+    require_model(model)
     watched = _find(places)
     keep_out = {f"the directory of drive {name}": path for name, path in places.items()}
     target = None if csv_file is None else output_file(csv_file, "--csv", keep_out)
@@ -98,6 +101,7 @@ def monitor(
         if kept.problem is not None:
             raise NotKept(kept.problem)
         say(f"csv      {target}: {meter.samples:,} samples")
+    stop.check_terminated("watching")
 
 
 def _take(sampler: Sampler, meter: Meter, keep: Callable[[Iterable[Sample]], None]) -> None:
@@ -152,7 +156,7 @@ class _Process:
             self.name = self._process.name()
             self._before = self._read()
             self._process.cpu_percent()
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter for what no process can have
             raise UsageError(f"--pid {pid}: there is no such process") from None
         except psutil.AccessDenied:
             raise UsageError(f"--pid {pid}: this process may not be looked at; it is another user's") from None

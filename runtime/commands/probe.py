@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.commands.arguments import check_seconds
+from runtime.commands.drives import require_model
 from runtime.commands.tables import table
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.drives.device import Device, DeviceError
@@ -47,8 +50,7 @@ class Amount:
             raise UsageError(f"--depths: each is from 1 to {MOST_DEPTH}, such as 1,2,4,8")
         if not 1 <= self.rounds <= MOST_ROUNDS:
             raise UsageError(f"--rounds {self.rounds}: from 1 to {MOST_ROUNDS}")
-        if not 0 < self.seconds <= MOST_SECONDS:
-            raise UsageError(f"--seconds {self.seconds:g}: more than 0, and no more than {MOST_SECONDS:g}")
+        check_seconds(self.seconds, MOST_SECONDS)
         if self.nbytes < BLOCK_BYTES:
             raise UsageError(f"--amount: at least a block, {size(BLOCK_BYTES)}")
 
@@ -96,6 +98,7 @@ def probe_drives(model: Path | None, layout: Layout, amount: Amount, as_json: bo
                 limit_s=amount.seconds,
                 identities=identities,
                 progress=stop.stoppable("measuring", report),
+                check=partial(stop.check, "measuring"),
             )
         except DeviceError as error:
             raise StorageError(f"a drive could not be measured: {error}") from None
@@ -107,9 +110,8 @@ def probe_drives(model: Path | None, layout: Layout, amount: Amount, as_json: bo
 
 
 def drive_places(model: Path | None, layout: Layout) -> dict[str, Path]:
-    """The directory of each drive. Raises UsageError when the model's is none."""
-    if model is not None and not model.is_dir():
-        raise UsageError(f"--model {model}: there is no such directory")
+    """The directory of each drive. Raises CheckpointError when the model's is none."""
+    require_model(model)
     places = layout.paths(model or embedded_model())
     if model is None and layout.directories:
         places.pop(MODEL, None)

@@ -139,6 +139,13 @@ class Interrupts:
         if self.cancelled():
             raise Cancelled(f"stopped while {doing}, as asked")
 
+    def check_terminated(self, doing: str) -> None:
+        """`check`, after the block, of what ^C ends as it is meant to end: only SIGTERM is a stop, with its status."""
+        if self.signum == signal.SIGTERM:
+            error = Cancelled(f"stopped while {doing}, as asked")
+            error.exit_code = 128 + signal.SIGTERM
+            raise error
+
     def stoppable(self, doing: str, report: Progress) -> Progress:
         """`report`, but for raising Cancelled, as `check` does, when somebody has asked to stop."""
 

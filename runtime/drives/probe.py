@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
@@ -40,6 +40,8 @@ SHARED = 0.9
 """Drives that together reach less than this part of what they do alone share something."""
 PATIENCE_S = 30.0
 """A read that takes longer than this ends the probe."""
+LOOK_S = 0.05
+"""How often it is looked whether to stop."""
 FROM_DEVICE = 0.99
 """Part of the bytes that the kernel must have fetched from devices for a rate to be a drive's."""
 
@@ -141,10 +143,12 @@ def probe(
     identities: Mapping[str, Identity] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Findings:
     """Measure. Spans: what may be read on each drive; the more, the better: what was read once is not read again
     before everything was. A measurement ends after `budget_bytes` or `limit_s`. `progress` hears of every measurement
-    of a drive alone, and may raise to end it all. Raises DeviceError; ValueError when a drive has nothing to read.
+    of a drive alone; it and `check`, which is called all the time, may raise to end it all. Raises DeviceError;
+    ValueError when a drive has nothing to read.
     """
     rooms = {device.name: Places(device, spans, block_bytes, seed) for device, spans in drives}
     alone: dict[str, tuple[Ceiling, ...]] = dict.fromkeys(rooms, ())
@@ -152,7 +156,7 @@ def probe(
     for done, (depth, name) in enumerate(turns):
         if progress is not None:
             progress(done, len(turns))
-        alone[name] += tuple(measure([rooms[name]], {name: depth}, budget_bytes, limit_s))
+        alone[name] += tuple(measure([rooms[name]], {name: depth}, budget_bytes, limit_s, check))
     if progress is not None:
         progress(len(turns), len(turns))
     latency = {name: _latency(room) for name, room in rooms.items()}
@@ -163,16 +167,20 @@ def probe(
     for names in one_device:
         for extra in names[1:]:
             best.pop(extra, None)
-    return replace(findings, together=tuple(_what_is_shared(rooms, best, budget_bytes, limit_s)))
+    return replace(findings, together=tuple(_what_is_shared(rooms, best, budget_bytes, limit_s, check)))
 
 
 def _what_is_shared(
-    rooms: Mapping[str, Places], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float
+    rooms: Mapping[str, Places],
+    best: Mapping[str, Ceiling],
+    budget_bytes: int,
+    limit_s: float,
+    check: Callable[[], None] | None,
 ) -> Iterator[Together]:
     """All drives that have a rate together, and, as far as that is less than they should give, who of them shares."""
 
     def together(names: Sequence[str]) -> Together:
-        return _together([rooms[name] for name in names], best, budget_bytes, limit_s)
+        return _together([rooms[name] for name in names], best, budget_bytes, limit_s, check)
 
     if len(best) < 2:
         return
@@ -230,16 +238,23 @@ class Places:
             return place
 
 
-def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: float, limit_s: float) -> list[Ceiling]:
+def measure(
+    rooms: Sequence[Room],
+    depths: Mapping[str, int],
+    budget_bytes: float,
+    limit_s: float,
+    check: Callable[[], None] | None = None,
+) -> list[Ceiling]:
     """Read all these drives at once, each at its depth, until its budget or the time is over; a ceiling for each.
 
-    Every drive is read at least once, however short the time. Raises DeviceError.
+    Every drive is read at least once, however short the time. Raises DeviceError, and what `check` raises: nobody
+    waits then for reads that are under way.
     """
     moved = {room.device.name: 0 for room in rooms}
     asked = dict.fromkeys(moved, 0)
     ended = dict.fromkeys(moved, 0.0)
     errors: list[Exception] = []
-    lock, go = threading.Lock(), threading.Event()
+    lock, go, over = threading.Lock(), threading.Event(), threading.Event()
     begun = 0.0
 
     def work(room: Room) -> None:
@@ -250,7 +265,8 @@ def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: floa
         try:
             while True:
                 with lock:
-                    if asked[name] and (asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s):
+                    spent = asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s
+                    if over.is_set() or (asked[name] and spent):
                         return
                     asked[name] += room.block_bytes
                 room.device.read(*room.take(), into)
@@ -270,11 +286,17 @@ def measure(rooms: Sequence[Room], depths: Mapping[str, int], budget_bytes: floa
     before = device_bytes_read()
     begun = time.monotonic()
     go.set()
-    for thread in threads:
-        thread.join(max(0.0, begun + limit_s + PATIENCE_S - time.monotonic()))
-        if thread.is_alive():
-            names = ", ".join(moved)
-            raise DeviceError(Fault.LATE, f"probe of {names}: a read does not end, after {PATIENCE_S:.0f} s")
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                if check is not None:
+                    check()
+                if time.monotonic() > begun + limit_s + PATIENCE_S:
+                    names = ", ".join(moved)
+                    raise DeviceError(Fault.LATE, f"probe of {names}: a read does not end, after {PATIENCE_S:.0f} s")
+                thread.join(LOOK_S)
+    finally:
+        over.set()
     after = device_bytes_read()
     if errors:
         raise errors[0]
@@ -293,12 +315,18 @@ def _why_not(rooms: Sequence[Room], moved: int, kernel: int | None) -> str:
     return f"reads may come from memory: {', '.join(cached)}" if cached else ""
 
 
-def _together(rooms: Sequence[Room], best: Mapping[str, Ceiling], budget_bytes: int, limit_s: float) -> Together:
+def _together(
+    rooms: Sequence[Room],
+    best: Mapping[str, Ceiling],
+    budget_bytes: int,
+    limit_s: float,
+    check: Callable[[], None] | None,
+) -> Together:
     """All at once, each at its best depth, until the fastest has read its budget."""
     names = [room.device.name for room in rooms]
     alone = {name: best[name].rate or 0.0 for name in names}
     seconds = min(limit_s, budget_bytes / max(alone.values()))
-    found = measure(rooms, {n: best[n].depth for n in names}, inf, seconds)
+    found = measure(rooms, {n: best[n].depth for n in names}, inf, seconds, check)
     rates = {c.drives[0]: c.nbytes / c.seconds for c in found if c.seconds}
     return Together(tuple(names), rates, sum(rates.values()), sum(alone.values()), found[0].refused)
 
