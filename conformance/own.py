@@ -128,7 +128,7 @@ class Own:
 
     def left_out(self) -> dict[str, str]:
         """What is not varied here, and why."""
-        said = {}
+        said = {"the trunk, resident or streamed": "it is as the memory plan has it"}
         if len(self.choices) < 2:
             said["drives: other ones than these together"] = "no other choice of the drives has every expert"
         if len(self.factors["lost"]) < 2:

@@ -56,10 +56,7 @@ def of_released_size(path: Path) -> Path:
 
 EMBEDDED = Subject("embedded", lambda _: embedded_model(), 0, 0)
 OTHERS = (
-    *(
-        Subject(name, shaped(name), 70, 6)
-        for name in ("released-proportions", "unpadded-a-log", "top-1", "relative", "one-block")
-    ),
+    *(Subject(name, shaped(name), 70, 6) for name in ("released-proportions", "unpadded-a-log", "top-1", "relative")),
     Subject("experts of 6.7 MB", large_experts, 9, 4),
     Subject("experts of 17.5 MB", of_released_size, 9, 3),
     *(Subject(name, shaped(name), 9, 3, "reference") for name in ("smallest", "every-layer-a-snapshot")),
