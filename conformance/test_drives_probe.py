@@ -364,11 +364,19 @@ def test_a_damaged_file_is_not_used_and_named(
     assert known.drives == {}
     assert known.uplinks == {}
     assert str(Remembered.path()) in known.note
+    assert "Error(" not in known.note
     with Checkpoint.open(tiny) as checkpoint:
         drives = Drives(checkpoint, Layout(limits=(Limit("a", 1e9),)))
         assert known.note in drives.lines()
         drives.close()
     assert Remembered.path().read_bytes() == damage
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(own_home: Path) -> None:
+    os.mkfifo(Remembered.path())
+    assert Remembered.load() == Remembered(
+        note=f"{Remembered.path()} cannot be read, drives are learned anew: it is a pipe"
+    )
 
 
 def test_a_good_file_is_used() -> None:

@@ -150,12 +150,21 @@ def test_forms_of_usage(large: Path, tmp_path: Path) -> None:
             with pytest.raises(UsageError, match="--usage"):
                 read_usage(tmp_path / "bad.npy", checkpoint)
         np.savez(tmp_path / "several.npz", np.zeros((2, 2, 1), int))
-        for content in (b"no array", (tmp_path / "several.npz").read_bytes()):
+        np.save(tmp_path / "objects.npy", np.array([{}]))
+        for content in (b"no array", *((tmp_path / name).read_bytes() for name in ("several.npz", "objects.npy"))):
             (tmp_path / "bad.npy").write_bytes(content)
-            with pytest.raises(UsageError, match=r"--usage: .* is no NumPy file of integers"):
+            with pytest.raises(UsageError, match=r"--usage: .* is no NumPy file of integers, or not the whole of one$"):
                 read_usage(tmp_path / "bad.npy", checkpoint)
         with pytest.raises(UsageError, match="cannot read"):
             read_usage(tmp_path / "none", checkpoint)
+        for text in ("", "layer,expert,count\n", "1,1,0\n"):
+            (tmp_path / "bad").write_text(text)
+            with pytest.raises(UsageError, match="says of no expert that it is used"):
+                read_usage(tmp_path / "bad", checkpoint)
+        for name in ("pipe", "pipe.npy"):  # nobody writes to it: who opens it waits for ever
+            os.mkfifo(tmp_path / name)
+            with pytest.raises(UsageError, match="is not a regular file but a pipe"):
+                read_usage(tmp_path / name, checkpoint)
 
 
 def test_the_budget_is_spent_on_the_hottest(cli: Command, large: Path, to: Path, tmp_path: Path) -> None:
@@ -169,6 +178,7 @@ def test_the_budget_is_spent_on_the_hottest(cli: Command, large: Path, to: Path,
     (tmp_path / "u.csv").write_text("1,3,1\n")
     ended = cli(*line(large, to, "7M", "--usage", tmp_path / "u.csv"))
     assert "5 copies that are there are used less than others that are not; none is removed" in ended.err
+    assert "already, more than --budget 7 MB: nothing is added, and nothing is removed" in ended.err
     assert len(right(large, to)) == 5
     assert cli(*line(large, to, "6M")).status == 2
 

@@ -300,6 +300,12 @@ def test_a_manifest_that_is_named(cli: Command, tiny: Path, bare: Path, tmp_path
     assert cli("verify", "--model", tiny, "--manifest", tmp_path / "none").status == 3
 
 
+def test_a_manifest_that_is_not_there_need_not_be_removed(cli: Command, tiny: Path, tmp_path: Path) -> None:
+    ended = cli("verify", "--model", tiny, "--manifest", tmp_path / "none")
+    assert ended.status == 3
+    assert ended.err.splitlines()[-1] == f"error: cannot read {tmp_path / 'none'}: No such file or directory"
+
+
 def test_the_embedded_model_is_verified_too(cli: Command) -> None:
     ended = cli("verify")
     assert ended.status == 0

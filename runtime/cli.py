@@ -421,7 +421,9 @@ def forecast(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to simulate.")] = 8,
     fixed_s: Annotated[float, typer.Option(help="Seconds a token beside the reads.")] = 0.0,
-    expert_cache: ExpertCache = None,
+    expert_cache: Annotated[
+        str | None, typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: off]")
+    ] = None,
     prompt: Annotated[int, typer.Option(metavar="N", help="Tokens before the first one; 0 for no first token.")] = 512,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed together.")] = 512,
     seed: Annotated[int, typer.Option(help="Same seed, same forecast.")] = 0,

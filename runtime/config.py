@@ -159,11 +159,14 @@ def require_regular(path: Path) -> None:
 
     Raises CheckpointError, OSError when there is nothing to look at.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"cannot read {path}: it is not a regular file but {_kind(path)}; fetch the file again")
+    if other := no_file(path):
+        raise CheckpointError(f"cannot read {path}: it is not a regular file but {other}; fetch the file again")
 
 
-def _kind(path: Path) -> str:
+def no_file(path: Path) -> str:
+    """What is there instead of a regular file; nothing when it is one. Raises OSError when there is nothing."""
+    if stat.S_ISREG(path.stat().st_mode):
+        return ""
     if path.is_dir():
         return "a directory"
     return "a pipe" if path.is_fifo() else "a socket" if path.is_socket() else "a device"

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from runtime.checkpoint.arrays import read_arrays, write_arrays
+from runtime.checkpoint.arrays import Unreadable, read_arrays, write_arrays
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CheckpointError
 from runtime.home import home
@@ -132,6 +132,8 @@ class Manifest:
         advice = "remove it; python -m runtime verify makes a new one"
         try:
             arrays, words = read_arrays(path)
+        except Unreadable:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {advice}") from None
         if words.get("schema") != SCHEMA:

@@ -87,7 +87,8 @@ def _look(path: Path, found: list[Mount], remembered: Remembered) -> Entry:
         mode = device.mode
         device.close()
     except DeviceError as error:
-        mode = f"{UNKNOWN}: {error}"
+        why = str(error).removeprefix(f"drive {path}: ")
+        mode = f"{UNKNOWN}: {why}"
     options = [m.options for m in found if m.point == identity.mount and m.st_dev in (None, identity.st_dev)]
     key = key_of(identity, mode)
     return Entry(

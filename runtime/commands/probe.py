@@ -122,7 +122,7 @@ def _open(name: str, path: Path) -> tuple[Device, list[Span]]:
     try:
         spans = large_files(name, path, BLOCK_BYTES)
     except OSError as error:
-        raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
+        raise StorageError(f"drive {name}: {path} cannot be read: {error.strerror or error}") from None
     return open_drive(name, path, probe=path / spans[0].file if spans else None), spans
 
 

@@ -55,7 +55,7 @@ def replicate(model: Path | None, layout: Layout, request: Request) -> None:
             stack.callback(one.close)
         ours = _is_ours(checkpoint, request)
         plan = _plan(checkpoint, sources, target, counts, request)
-        _announce(checkpoint, target, plan, word)
+        _announce(checkpoint, target, plan, word, request.budget_bytes)
         manifest = _known(checkpoint, sources)
         with Interrupts() as stop:
             seen = _look(checkpoint, target, plan, stop)
@@ -135,7 +135,7 @@ def _plan(checkpoint: Checkpoint, sources: Sequence[Copies], target: Target, cou
     return plan
 
 
-def _announce(checkpoint: Checkpoint, target: Target, plan: Plan, word: str) -> None:
+def _announce(checkpoint: Checkpoint, target: Target, plan: Plan, word: str, budget: int | None) -> None:
     nbytes, total = checkpoint.expert_nbytes, checkpoint.experts_here.size
     count = len(plan.there) + len(plan.new)
     say(f"target   {target.path}: {len(plan.there):,} copies are there, {size(target.free_bytes)} free")
@@ -144,6 +144,11 @@ def _announce(checkpoint: Checkpoint, target: Target, plan: Plan, word: str) -> 
     everything = "all of them" if count == total else word
     say(f"plan     {count:,} of {total:,} experts, {size(count * nbytes)}, {everything}")
     say(f"         {len(plan.new):,} to be copied, {size(len(plan.new) * nbytes)}")
+    if budget is not None and (there := len(plan.there) * nbytes) > budget:
+        say(
+            f"note     the target holds {size(there)} already, more than --budget {size(budget)}: "
+            "nothing is added, and nothing is removed"
+        )
     if plan.colder:
         say(f"         {plan.colder:,} copies that are there are used less than others that are not; none is removed")
 

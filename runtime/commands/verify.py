@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Sequence
@@ -122,9 +123,9 @@ def _save(
         manifest.save(path)
     except OSError as error:
         write(f"manifest {said}; not kept\n")
-        return [
-            f"the manifest cannot be written to {path}: {error.strerror or error}; make room, or set EXPERTSTREAM_HOME"
-        ]
+        advice = "make room, or set" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "set"
+        why = error.strerror or error
+        return [f"the manifest cannot be written to {path}: {why}; {advice} EXPERTSTREAM_HOME"]
     write(f"manifest {said}: {path}\n")
     return []
 

@@ -484,7 +484,9 @@ def open_drive(name: str, path: Path, probe: Path | None = None) -> RealDevice:
     try:
         return RealDevice(name, path, probe=probe)
     except DeviceError as error:
-        raise StorageError(f"drive {name}: {path} cannot be read: {error}") from None
+        why = str(error).removeprefix(f"drive {name}: ")
+        where = "" if str(path) in why else f"{path} cannot be read: "
+        raise StorageError(f"drive {name}: {where}{why}") from None
 
 
 def device_of(path: str) -> int | None:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from runtime.config import no_file
 from runtime.drives.identity import UNKNOWN, Identity, same_device
 from runtime.drives.probe import Findings
 from runtime.home import home, write_whole
@@ -71,18 +72,24 @@ class Remembered:
         """What is known; nothing, with a `note`, where the file is damaged. Never raises."""
         path = cls.path()
         try:
+            if other := no_file(path):
+                return cls(note=f"{path} cannot be read, drives are learned anew: it is {other}")
             data = json.loads(path.read_bytes())
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError, RecursionError) as error:
-            return cls(note=f"{path} cannot be read, drives are learned anew: {error}")
+        except OSError as error:
+            return cls(note=f"{path} cannot be read, drives are learned anew: {error.strerror or error}")
+        except (ValueError, RecursionError) as error:
+            return cls(note=f"{path} is damaged, drives are learned anew: it is not JSON: {error}")
         try:
             if data["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {data['schema']!r}, not {SCHEMA!r}")
             drives = {str(key): Known(**known) for key, known in data["drives"].items()}
             return cls(drives, {frozenset(u["drives"]): _rate(u["bytes_per_s"]) for u in data["uplinks"]})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            return cls(note=f"{path} is damaged, drives are learned anew: {error!r}")
+        except (AttributeError, KeyError, TypeError):
+            return cls(note=f"{path} is damaged, drives are learned anew: it has not the keys and values of {SCHEMA}")
+        except ValueError as error:
+            return cls(note=f"{path} is damaged, drives are learned anew: {error}")
 
     def learn(self, findings: Findings, identities: Mapping[str, Identity], at: datetime | None = None) -> list[str]:
         """Take over what was found of these drives; returns the names of those that are remembered now.

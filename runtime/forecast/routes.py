@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from runtime.config import no_file
 from runtime.errors import UsageError
 from runtime.weights.worth import Worth
 
@@ -152,12 +153,14 @@ def read_routes(path: Path, option: str, layers: int, experts: int, k: int | Non
     Raises UsageError, beginning with the option that named the file.
     """
     try:
+        if other := no_file(path):
+            raise UsageError(f"{option}: cannot read {path}: it is not a regular file but {other}")
         with open(path, "rb") as file:
             found = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise UsageError(f"{option}: cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"{option}: {path} is no NumPy file of integers ({error})") from None
+    except (ValueError, EOFError):  # what it says is for those who call NumPy
+        raise UsageError(f"{option}: {path} is no NumPy file of integers, or not the whole of one") from None
     shape = (layers, *found.shape[2:]) if k is None else (layers, k)
     if found.ndim != 3 or found.dtype.kind not in "iu" or found.shape[1:] != shape or not found.size:
         raise UsageError(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
+from runtime.config import no_file
 from runtime.errors import UsageError
 from runtime.forecast.routes import read_routes, uses
 
@@ -38,9 +39,14 @@ def read_usage(path: Path, checkpoint: Checkpoint) -> Counts:
         layers, experts = checkpoint.experts_here.shape
         return uses(read_routes(path, "--usage", layers, experts), experts)
     try:
-        return _from_lines(path, checkpoint)
+        if other := no_file(path):
+            raise UsageError(f"--usage: cannot read {path}: it is not a regular file but {other}")
+        counts = _from_lines(path, checkpoint)
     except OSError as error:
         raise UsageError(f"--usage: cannot read {path}: {error.strerror or error}") from None
+    if not counts.any():
+        raise UsageError(f"--usage: {path} says of no expert that it is used; give {FORMS}")
+    return counts
 
 
 def _from_lines(path: Path, checkpoint: Checkpoint) -> Counts:
