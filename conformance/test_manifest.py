@@ -339,7 +339,7 @@ def test_wrong_bytes_are_told_apart_from_other_failures(
     errors = ended.record["io"]["by_drive"]["r"]["errors"]
     assert errors >= 1
     told = f"note     drive r: {errors} reads failed, {errors} of them by wrong bytes ("
-    assert f"{told}python -m runtime verify names them); other copies were read\n" in ended.err
+    assert f"{told}python -m runtime verify names them); other copies were read; the last: layer " in ended.err
 
 
 def test_with_the_last_copy_bad_the_run_ends_and_names_it(cli: Command, bare: Path, tiny: Path, tmp_path: Path) -> None:

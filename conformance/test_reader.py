@@ -22,13 +22,14 @@ import pytest
 from loopback import ext4_image
 
 from runtime.drives.buffers import Buffer, BufferPool, address
-from runtime.drives.crew import Trace
+from runtime.drives.crew import Counts, Errand, Report, Trace
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import (
     MIB,
     Action,
     Completed,
     DriveBack,
+    DriveChecked,
     DriveSpec,
     DriveSuspect,
     Event,
@@ -407,6 +408,14 @@ def test_a_read_that_fails_is_read_elsewhere(engine: Callable[..., Reader]) -> N
     assert by_drive["bad"].errors >= 1
     assert by_drive["good"].errors == 0
     until(lambda: any(isinstance(n, DriveSuspect) and n.drive == "bad" for n in news))
+
+
+def test_looks_whether_a_drive_answers_are_counted_apart() -> None:
+    counts, look = Counts(), Errand(None, None, Span("a", "f", 0, 10), "check", 0.0)
+    counts.add(look, Report(DriveChecked("a", ok=False, detail="gone"), 10, fault=Fault.GONE))
+    counts.add(look, Report(DriveChecked("a", True, 10, 0.1), 10, 10, 0.1))
+    assert (counts.reads, counts.checks, counts.errors, counts.failed_checks) == (1, 1, 1, 1)
+    assert look.failure(Fault.GONE, "no such\ndevice") == "drive or file gone: f: no such device"
 
 
 def test_a_drive_lost_midway_costs_no_byte(engine: Callable[..., Reader]) -> None:

@@ -164,7 +164,7 @@ def test_the_operator_is_told_of_reads_that_failed(start: Start, tiny: Path, tmp
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANGS_S) == 143
     told = process.stderr.read().decode()
-    assert re.search(r"^note     drive a: \d+ reads failed$", told, re.MULTILINE)
+    assert re.search(r"^note     drive a: \d+ reads failed; the last: .+$", told, re.MULTILINE)
     assert f"failed   {answer.error['message']}\n" in told
     assert "secret" not in told
 

@@ -258,6 +258,7 @@ def test_a_run_is_traced_to_the_byte(cli: Command, tiny: Path, tmp_path: Path) -
     for number, name in enumerate(trace.names["drive"]):
         mine, counts = slices[slices["drive"] == number], about["drives"][name]
         assert mine["length"].sum() == counts["requested_bytes"] - counts["checked_bytes"]
+        assert len(mine) == counts["reads"] - counts["checks"] + counts["errors"] - counts["failed_checks"]
         assert record["io"]["by_drive"][name]["bytes"] == counts["requested_bytes"]
         assert counts["mode"] == record["io"]["by_drive"][name]["mode"]
     if about["process_read_bytes"] is not None and all(d["mode"] == "direct" for d in about["drives"].values()):
@@ -303,6 +304,9 @@ def test_a_run_that_fails_is_traced_to_its_end(
     faults = [row for row in table if row["fault"]]
     assert faults
     assert {(row["fault"], row["detail"]) for row in faults} == {("drive or file gone", "no such device")}
+    if head.get("drives"):
+        drive = head["drives"]["a"]
+        assert len(faults) == drive["errors"] - drive["failed_checks"]
     assert sum(not row["fault"] for row in table) > 0
 
 

@@ -41,12 +41,14 @@ class Failures:
         """Of those that nobody was told of yet. `made_good`: what was asked for came all the same."""
         if self._engine.drives is None:
             return
+        assert self._engine.drives.reader is not None
+        last = self._engine.drives.reader.last_failures()
         for name, counts in self._engine.drives.counts()[0].items():
             new = counts.errors - self._told.get(name, 0)
             if new:
                 self._told[name] = counts.errors
                 well = "; other copies were read" if made_good else ""
-                say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}{well}")
+                say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}{well}; the last: {last[name]}")
 
     def _wrong(self, name: str) -> str:
         """What to do about wrong bytes, if there were any."""

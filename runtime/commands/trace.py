@@ -178,6 +178,10 @@ def _accounts(found: dict[str, Any], layer: int | None) -> str:
             else:
                 said = f"the reader counted {counted:,}: reads are missing here"
             lines.append(f"{name}: {traced:,} bytes in this trace, {said}")
+            if checks := accounts["failed_checks"][name]:
+                lines.append(
+                    f"{name}: {checks:,} times it was looked whether it answers, in vain: no reads of this trace"
+                )
     if accounts["process_read_bytes"] is not None:
         lines.append(f"the system fetched {size(accounts['process_read_bytes'])} from storage for this process")
     for disk, d in accounts["disks"].items():

@@ -55,7 +55,8 @@ class Fate(Enum):
 class Counts:
     """Reads of one drive or of one kind.
 
-    reads and errors: those that ended well, and that did not. Bytes are those of the former; device_bytes is what the
+    reads and errors: those that ended well, and that did not; checks and failed_checks: those of them that only looked
+    whether the drive answers. Bytes are those of the former; device_bytes is what the
     drive moved for them: requested_bytes ≤ device_bytes ≤ requested_bytes + two blocks for each read. checked_bytes:
     the part of requested_bytes that checks read. spoiled_bytes: moved, but not what they should be. retries, hedges:
     reads started because another failed, is late. landed_last, of a drive: how often it brought the last slice of all
@@ -66,6 +67,8 @@ class Counts:
     device_bytes: int = 0
     reads: int = 0
     errors: int = 0
+    checks: int = 0
+    failed_checks: int = 0
     retries: int = 0
     hedges: int = 0
     checked_bytes: int = 0
@@ -80,9 +83,11 @@ class Counts:
         self.busy_s += report.seconds
         if report.fault is not None:
             self.errors += 1
+            self.failed_checks += errand.slice is None
             self.spoiled_bytes += report.moved
         elif report.requested:
             self.reads += 1
+            self.checks += errand.slice is None
             self.requested_bytes += report.requested
             self.checked_bytes += report.requested if errand.slice is None else 0
             self.device_bytes += report.moved
@@ -102,6 +107,18 @@ class Errand:
     span: Span | None
     kind: str
     queued: float
+
+    def failure(self, fault: Fault, detail: str) -> str:
+        """What was to be read, and why it failed, on one line: for people."""
+        what, part = "", self.slice or self.span
+        if self.slice is not None:
+            match self.slice.key:
+                case (int(layer), int(expert)):
+                    what = f"layer {layer} expert {expert}: "
+                case key:
+                    what = f"{key}: "
+        file = "" if part is None or part.file in detail else f"{part.file}: "
+        return " ".join(f"{what}{fault.value}: {file}{detail}".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +148,7 @@ class Crew:
     ) -> None:
         """`report` is called on the thread that did the errand, when it has really ended."""
         self.device, self.spec, self.counts = device, spec, Counts()
+        self.last_failure = ""
         self.threads: list[threading.Thread] = []
         self.waiting = self.checking = 0
         self._report, self._verify, self._trace = report, verify, trace

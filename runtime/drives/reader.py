@@ -41,6 +41,7 @@ from runtime.drives.jobs import (
     Action,
     Cancel,
     CheckDrive,
+    Completed,
     DriveBack,
     DriveSpec,
     DriveSuspect,
@@ -285,6 +286,11 @@ class Reader:
             for (_, kind), counts in self._kinds.items():
                 kinds.setdefault(kind, Counts()).merge(counts)
             return drives, kinds
+
+    def last_failures(self) -> dict[str, str]:
+        """By drive, what failed last and why, on one line; "" where nothing did."""
+        with self._lock:
+            return {name: crew.last_failure for name, crew in self._crews.items()}
 
     def bytes_read(self) -> dict[tuple[str, str], int]:
         """The requested bytes of `counts`, by drive and kind."""
@@ -573,6 +579,8 @@ class Reader:
         """A thread of a crew has done an errand."""
         with self._lock:
             crew.counts.add(errand, report)
+            if report.fault is not None and not isinstance(report.event, Completed):
+                crew.last_failure = errand.failure(report.fault, report.event.detail)
             self._kinds.setdefault((crew.spec.name, errand.kind), Counts()).add(errand, report)
             if errand.slice is not None and report.fault is None:
                 crew.credit(errand.slice)

@@ -240,6 +240,7 @@ class Analysis:
         read = sum(d["read_bytes"] for d in disks.values() if not disks.keys() & set(d.get("on", ())))
         return {
             "counted_bytes": counted,
+            "failed_checks": {name: d.get("failed_checks", 0) for name, d in drives.items()},
             "dropped": about.get("dropped", 0),
             "process_read_bytes": process,
             "disks": disks,
