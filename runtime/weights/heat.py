@@ -120,5 +120,6 @@ class Heat:
         return counts, float(passes.sum())
 
     def _unusable(self, why: str, nothing: tuple[Table, float]) -> tuple[Table, float]:
-        self.note = self.note or f"what is known of the experts cannot be used, and is learned anew: {self.path}: {why}"
+        why = why if str(self.path) in why else f"{self.path}: {why}"
+        self.note = self.note or f"what is known of the experts cannot be used, and is learned anew: {why}"
         return nothing
