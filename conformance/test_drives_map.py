@@ -370,4 +370,4 @@ def test_a_drive_is_not_probed_with_files_of_others(tmp_path: Path, monkeypatch:
         durable(tmp_path / name, contents(1000 if "mine" in name else 100_000))
     looked = real.device_of
     monkeypatch.setattr(real, "device_of", lambda path: -1 if path.endswith("other") else looked(path))
-    assert real._some_file(tmp_path) == os.fspath(tmp_path / "mine/small")
+    assert real._some_files(tmp_path) == [os.fspath(tmp_path / "mine/small")]
