@@ -49,8 +49,8 @@ def test_mlx_has_the_same_bits_whatever_expert_landed_first() -> None:
     first = feed_engine(engine)(prompt)
     plan = engine.experts.plan
 
-    def backwards(layer: int, ids: Any) -> Iterator[tuple[int, Any]]:
-        yield from reversed(list(plan(layer, ids)))
+    def backwards(layer: int, ids: Any, pulse: Any = None) -> Iterator[tuple[int, Any]]:
+        yield from reversed(list(plan(layer, ids, pulse)))
 
     engine.experts.plan = backwards  # type: ignore[method-assign]
     last = feed_engine(engine)(prompt)

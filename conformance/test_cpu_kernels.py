@@ -555,7 +555,7 @@ def test_threads_do_not_change_a_bit(ops: CpuOps, threads: int, monkeypatch: pyt
             assert a.tobytes() == b.tobytes(), name
     divided = [call.args[0].__qualname__.split(".")[1] for call in submit.call_args_list]
     # The expert with scales at the edge goes row by row, two divided steps each.
-    calls = {"linear": 3, "delta_rule": 1, "latent_attention": 2, "expert_mlp": 2 + 2 * 5}
+    calls = {"_multiply": 3, "delta_rule": 1, "latent_attention": 2, "expert_mlp": 2 + 2 * 5}
     assert Counter(divided) == {name: n * (threads - 1) for name, n in calls.items()}
 
 

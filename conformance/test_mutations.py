@@ -49,11 +49,10 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "A_log per channel": (
         edit(
             Checkpoint,
-            "read",
+            "_in_shape",
             (
-                "self._read_stored(name)[: math.prod(shape)].reshape(shape)",
-                'self._read_stored(name) if name.endswith("A_log") else '
-                "self._read_stored(name)[: math.prod(shape)].reshape(shape)",
+                "stored[: math.prod(shape)].reshape(shape)",
+                'stored if name.endswith("A_log") else stored[: math.prod(shape)].reshape(shape)',
             ),
         ),
         edit(ReferenceOps, "decay", ("exp(a_log)[:, None]", "exp(a_log)[: u.shape[-1]]")),
@@ -120,8 +119,8 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
             K3,
             "latent_moe",
             (
-                'ops.add(ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)',
-                'ops.linear(y, w["block_sparse_moe.routed_expert_up_proj"])',
+                'ops.add(linear(y, w["block_sparse_moe.routed_expert_up_proj"]), shared)',
+                'linear(y, w["block_sparse_moe.routed_expert_up_proj"])',
             ),
         ),
     ),
