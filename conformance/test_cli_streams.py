@@ -235,7 +235,10 @@ def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, i
             shown += os.read(ours, 4096)
         else:  # it came before readline waited, and will be seen at the next one
             process.send_signal(signal.SIGINT)
-    os.write(ours, b"What is the capital of France?\n")
-    assert b"Paris" in read_until(ours, b"Paris")
+    shown = b""
+    while b"Paris" not in shown:  # a second interrupt, if one was sent, takes the line with it
+        os.write(ours, b"What is the capital of France?\n")
+        while b"Paris" not in shown and select.select([ours], [], [], 20)[0]:
+            shown += os.read(ours, 4096)
     os.write(ours, b"/exit\n")
     assert process.wait(HANGS_S) == 0
