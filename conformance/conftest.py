@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from runtime.errors import ExpertstreamError
 from runtime.generate import Engine, embedded_model
 from runtime.setup.synth import synthesize
 from runtime.text.tokenizer import Tokenizer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""Where tests run in the background it would be ignored, here and in every process that is started."""
 
 ROOT = Path(__file__).resolve().parent.parent
 COVERAGE = pytest.StashKey[Coverage]()
