@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,19 @@ Command = Callable[..., Outcome]
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
+def readable(fds: Iterable[Any], seconds: float) -> list[Any]:
+    """Those that can be read within `seconds`, at once if there are any; also past what `select` can take."""
+    with selectors.DefaultSelector() as selector:
+        for fd in fds:
+            selector.register(fd, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]
+
+
 def read_until(fd: int, marker: bytes, seconds: float = HANGS_S) -> bytes:
     """What appears there, up to the marker."""
     shown, until = b"", time.monotonic() + seconds
     while marker not in shown:
-        ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+        ready = readable([fd], max(0.0, until - time.monotonic()))
         assert ready, f"{marker!r} has not come in {seconds} s, only {shown!r}"
         part = os.read(fd, 4096)
         assert part, f"{marker!r} has not come before the end, only {shown!r}"

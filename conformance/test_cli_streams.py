@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commandline import HANGS_S, Command, Start, on, read_until
+from commandline import HANGS_S, Command, Start, on, read_until, readable
 from conftest import ROOT
 
 import runtime
@@ -231,14 +230,14 @@ def test_chat_at_a_terminal(start: Start, embedded: Path, terminal: tuple[int, i
     shown = b""
     process.send_signal(signal.SIGINT)
     while b"/exit or ^D leaves" not in shown:
-        if select.select([ours], [], [], 1)[0]:
+        if readable([ours], 1):
             shown += os.read(ours, 4096)
         else:  # it came before readline waited, and will be seen at the next one
             process.send_signal(signal.SIGINT)
     shown = b""
     while b"Paris" not in shown:  # a second interrupt, if one was sent, takes the line with it
         os.write(ours, b"What is the capital of France?\n")
-        while b"Paris" not in shown and select.select([ours], [], [], 20)[0]:
+        while b"Paris" not in shown and readable([ours], 20):
             shown += os.read(ours, 4096)
     os.write(ours, b"/exit\n")
     assert process.wait(HANGS_S) == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import select
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commandline import readable
 from serverside import HANGS_S, ScriptedModel, Served, lend, read_to_end, served
 
 from runtime.drives.throttled import Limit
@@ -46,7 +46,7 @@ def test_bodies_are_bounded_together(embedded_engine: Engine) -> None:
     with served(lend(embedded_engine), body_bytes=4000) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n"
         peers = [server.raw(head + b" " * 3500) for _ in range(5)]
-        ready, _, _ = select.select(peers, [], [], HANGS_S)
+        ready = readable(peers, HANGS_S)
         assert ready[0].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
         for peer in peers:
             peer.close()
