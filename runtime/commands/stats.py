@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from runtime.drives.report import FATES
 from runtime.drives.waits import TRUNK
 from runtime.generate import Engine, Session, Step
 from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, precision, timing, waiting
 from runtime.weights.layout import Drives
 from runtime.weights.prefetch import PREDICTORS
-
-FATES = ("in_time", "late", "cancelled", "wasted", "open")
-"""What becomes of a guess, as `Guesses` names it."""
 
 AWAITED = {"demand_s": "experts", "late_s": "experts guessed late", "trunk_s": "the trunk"}
 """What is waited for, as `Waited` names it."""

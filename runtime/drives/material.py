@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import islice
 from pathlib import Path
 
 from runtime.drives.jobs import Span
-from runtime.drives.real import device_of
+from runtime.drives.real import entries_below
 
 MOST_ENTRIES = 200_000
 """Directory entries that are looked at."""
@@ -25,20 +26,12 @@ def large_files(drive: str, root: Path, least_bytes: int) -> list[Span]:
 
     What cannot be looked at is passed over. Raises OSError when the root cannot be.
     """
-    device, found, nbytes, seen = os.stat(root).st_dev, [], 0, 0
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if device_of(os.path.join(folder, f)) == device)
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            try:
-                facts = os.stat(path)
-            except OSError:
-                continue
-            seen += 1
-            dense = facts.st_blocks * 512 >= DENSE * facts.st_size
-            if stat.S_ISREG(facts.st_mode) and facts.st_size >= least_bytes and facts.st_dev == device and dense:
-                found.append(Span(drive, os.path.relpath(path, root), 0, facts.st_size))
-                nbytes += facts.st_size
-            if nbytes >= PLENTY_BYTES or seen >= MOST_ENTRIES:
-                return found
+    device, found, nbytes = os.stat(root).st_dev, [], 0
+    for path, facts in islice(entries_below(root), MOST_ENTRIES):
+        dense = facts.st_blocks * 512 >= DENSE * facts.st_size
+        if stat.S_ISREG(facts.st_mode) and facts.st_size >= least_bytes and facts.st_dev == device and dense:
+            found.append(Span(drive, os.path.relpath(path, root), 0, facts.st_size))
+            nbytes += facts.st_size
+            if nbytes >= PLENTY_BYTES:
+                break
     return found

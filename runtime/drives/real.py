@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from heapq import nlargest
+from itertools import islice
 from pathlib import Path
 
 from runtime.drives.buffers import address, aligned
@@ -459,8 +460,20 @@ def _some_files(root: Path) -> list[str]:
     if root.is_file():
         return [str(root)]
     device = os.stat(root).st_dev
-    found: list[tuple[bool, int, str]] = []
-    seen = 0
+    found = (
+        (facts.st_dev == device, facts.st_size, path)
+        for path, facts in islice(entries_below(root), PROBE_LOOK)
+        if stat.S_ISREG(facts.st_mode) and facts.st_size
+    )
+    return [path for *_, path in nlargest(PROBE_TRIES, found)]
+
+
+def entries_below(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """What is in `root` and the directories below it that lie on its device, in the order of names; no directories.
+
+    What cannot be looked at is passed over. Raises OSError when the root cannot be.
+    """
+    device = os.stat(root).st_dev
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if device_of(os.path.join(folder, f)) == device)
         for name in sorted(names):
@@ -469,14 +482,7 @@ def _some_files(root: Path) -> list[str]:
                 facts = os.stat(path)
             except OSError:
                 continue
-            if stat.S_ISREG(facts.st_mode) and facts.st_size:
-                found.append((facts.st_dev == device, facts.st_size, path))
-            seen += 1
-            if seen >= PROBE_LOOK:
-                break
-        if seen >= PROBE_LOOK:
-            break
-    return [path for *_, path in nlargest(PROBE_TRIES, found)]
+            yield path, facts
 
 
 def open_drive(name: str, path: Path, probe: Path | None = None) -> RealDevice:
