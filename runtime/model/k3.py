@@ -18,7 +18,7 @@ from runtime.config import ModelConfig
 from runtime.errors import Cancelled
 from runtime.model.state import KdaState, LayerState, State, new_state
 from runtime.ops import Array, LatentCache, Ops, Weight
-from runtime.weights.experts import Pulse
+from runtime.progress import Pulse
 from runtime.weights.prefetch import Prefetch
 from runtime.weights.trunk import LayerWeights, Trunk
 

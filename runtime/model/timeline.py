@@ -24,7 +24,7 @@ from runtime.drives.jobs import Key
 from runtime.model.k3 import K3, Experts, Tap
 from runtime.model.state import LayerState, State
 from runtime.ops import Array, Ops, Weight
-from runtime.weights.experts import Pulse
+from runtime.progress import Pulse
 from runtime.weights.prefetch import Prefetch
 from runtime.weights.trunk import LayerWeights, Trunk
 

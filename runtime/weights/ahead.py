@@ -8,7 +8,7 @@ theirs, so that what is read ahead for later layers waits for what this layer ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from runtime.checkpoint import Checkpoint
@@ -17,12 +17,11 @@ from runtime.drives.jobs import Job, Span
 from runtime.drives.reader import Landed, Lost, Reader
 from runtime.errors import StorageError
 from runtime.ops import Ops
+from runtime.progress import Pulse
 from runtime.weights.reads import PATIENCE_S
 
 BEHIND = 1 << 40
 """Barriers of blocks that are read ahead: behind those of experts."""
-
-Pulse = Callable[[], None]
 
 
 class BlockKey(NamedTuple):

@@ -16,7 +16,7 @@ becomes demand, or is not wanted and is cancelled. Every guessed byte is in exac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.errors import DoesNotFitError
 from runtime.ops import Ops, Weight
+from runtime.progress import Pulse
 from runtime.weights.heat import Heat
 from runtime.weights.reads import Arrival, PlainReads, Reads, Release, nothing
 from runtime.weights.worth import CHANCE, Key, Worth
@@ -35,9 +36,6 @@ COPYING = ("mlx",)
 
 SPARE_GUESSES = 2
 """Guesses at once beyond as many as landed in time for the layer before."""
-
-Pulse = Callable[[], None]
-"""Called between experts and while reads are waited for; what it raises ends the plan."""
 
 
 @dataclass

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from runtime.checkpoint.inventory import PREFIX
 from runtime.drives.buffers import Buffer
 from runtime.ops import Array, Ops, Weight
-from runtime.weights.ahead import BEHIND, Ahead, Block, BlockKey, Pulse, TrunkReads, row_blocks
+from runtime.progress import Pulse
+from runtime.weights.ahead import BEHIND, Ahead, Block, BlockKey, TrunkReads, row_blocks
 
 Convert = Callable[[str, int, npt.NDArray[np.uint16]], Weight]
 """(name, first row, rows) → a matrix of these rows."""

@@ -24,8 +24,8 @@ from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.int8 import Int8Matrix, quantize
 from runtime.checkpoint.inventory import PREFIX
 from runtime.ops import Array, Ops, Weight
-from runtime.progress import Progress
-from runtime.weights.ahead import Ahead, Block, Pulse, TrunkReads, row_blocks
+from runtime.progress import Progress, Pulse
+from runtime.weights.ahead import Ahead, Block, TrunkReads, row_blocks
 from runtime.weights.stream import Stream, Streamed
 
 LayerWeights: TypeAlias = Mapping[str, Weight | Streamed]
