@@ -30,7 +30,7 @@ from runtime.model.k3 import K3
 from runtime.model.timeline import PHASES, TimedK3, Timeline
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
-TWO = ["--simulate-drive", "a=400MB/s", "--simulate-drive", "b=200MB/s"]
+TWO = ["--simulate-drive", "a=400MB/s,latency=20ms", "--simulate-drive", "b=200MB/s,latency=20ms"]
 NEAR = 1e-6
 """Times are written with seven digits."""
 
