@@ -33,6 +33,13 @@ def parse_size(text: str, option: str, otherwise: str = "") -> int:
     return nbytes
 
 
+def size_or_off(text: str | None, option: str) -> int | None:
+    """Bytes, 0 for off, None for the default. Raises UsageError."""
+    if text is None:
+        return None
+    return 0 if text.lower() == "off" else parse_size(text, option, "or off")
+
+
 def check_seconds(seconds: float, most: float) -> None:
     """Raise UsageError unless --seconds is a time, no longer than `most`."""
     if not 0 < seconds <= most:  # nan is neither

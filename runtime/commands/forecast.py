@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import expert_inventory, trunk_inventory
-from runtime.commands.arguments import parse_size
+from runtime.commands.arguments import size_or_off
 from runtime.commands.drives import parse_drives
 from runtime.commands.outlook import Facts, Fleet, Outlook, Settings, record, text
 from runtime.commands.terminal import Interrupts, progress, say, write
@@ -223,9 +223,9 @@ def _simulate(request: Request, facts: Facts, fleet: Fleet, report: Progress) ->
 
 def _slots(request: Request, facts: Facts) -> int:
     """Experts that a cache has room for; none without one. Raises DoesNotFitError as `run` does."""
-    if request.expert_cache is None or request.expert_cache.lower() == "off":
+    nbytes = size_or_off(request.expert_cache, "--expert-cache")
+    if not nbytes:
         return 0
-    nbytes = parse_size(request.expert_cache, "--expert-cache", "or off")
     if nbytes < facts.k * facts.expert_nbytes:
         raise DoesNotFitError(
             f"an expert cache of {nbytes:,} bytes was asked for, but one layer's top-{facts.k} experts take "

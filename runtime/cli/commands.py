@@ -1,34 +1,17 @@
-"""The command line: options in, calls out. Every error meant for a person ends in `main`, as one line.
-
-Exit status: 0 done, 2 usage, 3 bad checkpoint, 4 storage failed (also: the output cannot be written), 5 does not
-fit, 130 interrupted, 141 nobody read the output, 143 terminated. Heavy imports wait until a command needs them.
-"""
+"""The commands and their options, nothing done here: heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
-import errno
-import io
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 import runtime
-from runtime.commands.arguments import check_unicode, parse_passes, parse_size, prompt_source
-from runtime.commands.terminal import abandon, prepare, printable, say, write
-from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, NotKept, StorageError, UsageError
-
-if TYPE_CHECKING:
-    from runtime.commands.loading import Loading
-
-ParserError: type[Exception] = typer.BadParameter.__mro__[2]
-"""What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
-
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
+from runtime.cli.options import Drive, Effort, EngineOptions, Model, SimulatedDrive, Stats, System, with_engine
+from runtime.commands.arguments import parse_passes, parse_size, prompt_source, size_or_off
+from runtime.commands.terminal import write
+from runtime.errors import UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -41,58 +24,6 @@ drives_app = typer.Typer(help="Look at drives: what they are, what they can do."
 app.add_typer(drives_app, name="drives")
 trace_app = typer.Typer(help="Read what `run --trace` wrote.", rich_markup_mode=None)
 app.add_typer(trace_app, name="trace")
-
-Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
-System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
-Effort = Literal["low", "high", "max"]
-Context = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. [default: at most 8192]")]
-Backend = Annotated[
-    Literal["cpu", "mlx", "reference"] | None, typer.Option(help="Arithmetic. [default: mlx with a GPU, else cpu]")
-]
-TrunkOption = Annotated[
-    Literal["bf16", "int8"],
-    typer.Option(help="Weights that are no routed expert: as released, or halved, which is not weight-exact."),
-]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Total of this process, such as 24G. [default: what is free]")
-]
-ExpertCache = Annotated[
-    str | None, typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: what --memory leaves]")
-]
-DriveOption = Annotated[
-    list[str] | None,
-    typer.Option("--drive", metavar="NAME=PATH", help="A directory with experts, beside the model's. Repeat."),
-]
-SimulatedDrive = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--simulate-drive",
-        metavar="NAME=400MB/s[,latency=0.2ms]",
-        help="The model directory behind limits, instead of itself. Repeat.",
-    ),
-]
-VerifyReadsOption = Annotated[
-    Literal["off", "first", "all"],
-    typer.Option("--verify-reads", help="Which reads of experts are compared with the manifest."),
-]
-NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Read no expert before it is routed.")]
-Chunk = Annotated[
-    int | None,
-    typer.Option(help="Prompt tokens computed together. [default: all, up to 8192, as memory allows]"),
-]
-Threads = Annotated[int | None, typer.Option(help="Threads of the cpu backend. [default: all processors]")]
-TraceOption = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Write down every read, for `trace report`.")
-]
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option("--timeline", metavar="FILE.svg|FILE.json", help="What was computed, read and waited for, and when."),
-]
-TimelinePasses = Annotated[
-    str | None,
-    typer.Option(metavar="0,3-5|all", help="Of which passes. [default: the prompt's last, and a token of median time]"),
-]
-Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -108,7 +39,9 @@ def _program(
 
 
 @app.command()
+@with_engine
 def run(
+    *,
     model: Model = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue, or to answer with --chat.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="The same from a UTF-8 file, nothing trimmed.")] = None,
@@ -117,20 +50,19 @@ def run(
     system: System = None,
     reasoning_effort: Annotated[Effort | None, typer.Option(help="With --chat. [default: max]")] = None,
     max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
-    context: Context = None,
-    backend: Backend = None,
-    trunk: TrunkOption = "bf16",
-    memory: Memory = None,
-    expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = None,
-    threads: Threads = None,
-    drive: DriveOption = None,
-    simulate_drive: SimulatedDrive = None,
-    trace: TraceOption = None,
-    timeline: TimelineOption = None,
-    timeline_passes: TimelinePasses = None,
-    verify_reads: VerifyReadsOption = "first",
-    no_prefetch: NoPrefetch = False,
+    engine: EngineOptions,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE.svg|FILE.json", help="What was computed, read and waited for, and when."
+        ),
+    ] = None,
+    timeline_passes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,3-5|all", help="Of which passes. [default: the prompt's last, and a token of median time]"
+        ),
+    ] = None,
     stats: Stats = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of text.")] = False,
     logits_hash: Annotated[bool, typer.Option("--logits-hash", help="SHA-256 of the logits of each token.")] = False,
@@ -149,21 +81,7 @@ def run(
         option = "--system" if system is not None else "--reasoning-effort"
         raise UsageError(f"{option} is part of a message: add --chat, or leave it out")
     effort = (reasoning_effort or "max") if chat else None
-    loading = _loading(
-        model=model,
-        backend=backend,
-        trunk=trunk,
-        threads=threads,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        memory=memory,
-        expert_cache=expert_cache,
-        drive=drive,
-        simulate_drive=simulate_drive,
-        trace=trace,
-        verify_reads=verify_reads,
-        no_prefetch=no_prefetch,
-    )
+    loading = engine.loading(model)
     if timeline_passes is not None:
         if timeline is None:
             raise UsageError("--timeline-passes says what --timeline shows: add it, or leave this out")
@@ -174,23 +92,14 @@ def run(
 
 
 @app.command()
+@with_engine
 def chat(
+    *,
     model: Model = None,
     system: System = None,
     reasoning_effort: Annotated[Effort, typer.Option(help="How much to think before answering.")] = "max",
     max_new: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 2048,
-    context: Context = None,
-    backend: Backend = None,
-    trunk: TrunkOption = "bf16",
-    memory: Memory = None,
-    expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = None,
-    threads: Threads = None,
-    drive: DriveOption = None,
-    simulate_drive: SimulatedDrive = None,
-    trace: TraceOption = None,
-    verify_reads: VerifyReadsOption = "first",
-    no_prefetch: NoPrefetch = False,
+    engine: EngineOptions,
     stats: Stats = False,
 ) -> None:
     """Talk with the model, one line a message.
@@ -199,28 +108,13 @@ def chat(
     """
     from runtime.commands.chat import chat as command
 
-    loading = _loading(
-        model=model,
-        backend=backend,
-        trunk=trunk,
-        threads=threads,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        memory=memory,
-        expert_cache=expert_cache,
-        drive=drive,
-        simulate_drive=simulate_drive,
-        trace=trace,
-        verify_reads=verify_reads,
-        no_prefetch=no_prefetch,
-    )
-    command(loading, system, reasoning_effort, max_new, stats)
+    command(engine.loading(model), system, reasoning_effort, max_new, stats)
 
 
 @app.command()
 def verify(
     model: Model = None,
-    drive: DriveOption = None,
+    drive: Drive = None,
     build: Annotated[bool, typer.Option("--build", help="Make the manifest anew: what is there is right.")] = False,
     manifest: Annotated[Path | None, typer.Option(help="Compare with this one, and keep it.")] = None,
 ) -> None:
@@ -264,7 +158,9 @@ def replicate(
 
 
 @app.command()
+@with_engine
 def serve(
+    *,
     model: Model = None,
     host: Annotated[str, typer.Option(help="Where to listen; the default is this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes one that is free.")] = 8000,
@@ -287,18 +183,7 @@ def serve(
     ] = None,
     snapshots_disk: Annotated[str, typer.Option(metavar="SIZE", help="At most, in that directory.")] = "20G",
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line per request, without its text.")] = False,
-    context: Context = None,
-    backend: Backend = None,
-    trunk: TrunkOption = "bf16",
-    memory: Memory = None,
-    expert_cache: ExpertCache = None,
-    prefill_chunk: Chunk = None,
-    threads: Threads = None,
-    drive: DriveOption = None,
-    simulate_drive: SimulatedDrive = None,
-    verify_reads: VerifyReadsOption = "first",
-    no_prefetch: NoPrefetch = False,
-    trace: TraceOption = None,
+    engine: EngineOptions,
 ) -> None:
     """Serve the model to OpenAI-compatible clients, until ^C.
 
@@ -314,22 +199,8 @@ def serve(
         *(parse_size(max_body, "--max-body"), log_requests, snapshots_dir),
         parse_size(snapshots_disk, "--snapshots-disk"),
     )
-    loading = _loading(
-        model=model,
-        backend=backend,
-        trunk=trunk,
-        threads=threads,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        memory=memory,
-        expert_cache=expert_cache,
-        drive=drive,
-        simulate_drive=simulate_drive,
-        trace=trace,
-        verify_reads=verify_reads,
-        no_prefetch=no_prefetch,
-    )
-    command(replace(loading, snapshots=_size_or_off(snapshots, "--snapshots")), serving)
+    loading = engine.loading(model)
+    command(replace(loading, snapshots=size_or_off(snapshots, "--snapshots")), serving)
 
 
 @app.command()
@@ -355,7 +226,7 @@ def synth(
 @drives_app.command("map")
 def drives_map(
     model: Annotated[Path | None, typer.Option(help="Checkpoint directory, to hold the drives against.")] = None,
-    drive: DriveOption = None,
+    drive: Drive = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Show each drive: what it is, how it is connected and read, what it holds, and which names are one device.
@@ -371,7 +242,7 @@ def drives_map(
 @drives_app.command("probe")
 def drives_probe(
     model: Model = None,
-    drive: DriveOption = None,
+    drive: Drive = None,
     simulate_drive: SimulatedDrive = None,
     depths: Annotated[str, typer.Option(metavar="N,N", help="Reads in flight to try.")] = "1,2,4,8",
     rounds: Annotated[int, typer.Option(help="How often all is measured; the median counts.")] = 3,
@@ -444,7 +315,7 @@ def forecast(
 @drives_app.command("monitor")
 def drives_monitor(
     model: Annotated[Path | None, typer.Option(help="Checkpoint directory; it is the drive model.")] = None,
-    drive: DriveOption = None,
+    drive: Drive = None,
     interval: Annotated[str, typer.Option(metavar="TIME", help="Between two samples, 1ms to 1s.")] = "10ms",
     seconds: Annotated[float | None, typer.Option(help="Watch for so long. [default: until ^C]")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep every sample.")] = None,
@@ -473,108 +344,3 @@ def trace_report(
     from runtime.commands.trace import trace_report as command
 
     command(file, as_json=as_json, layer=layer, top=top, svg=svg)
-
-
-def _loading(
-    *,
-    model: Path | None,
-    backend: str | None,
-    trunk: Literal["bf16", "int8"],
-    threads: int | None,
-    context: int | None,
-    prefill_chunk: int | None,
-    memory: str | None,
-    expert_cache: str | None,
-    drive: list[str] | None,
-    simulate_drive: list[str] | None,
-    trace: Path | None,
-    verify_reads: Literal["off", "first", "all"],
-    no_prefetch: bool,
-) -> Loading:
-    from runtime.commands.drives import parse_drives
-    from runtime.commands.loading import Loading
-
-    cached = None if expert_cache is None or expert_cache.lower() == "off" else expert_cache
-    return Loading(
-        model=model,
-        backend=backend,
-        trunk=trunk,
-        threads=threads,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        memory=None if memory is None else parse_size(memory, "--memory"),
-        expert_cache=None if cached is None else parse_size(cached, "--expert-cache", "or off"),
-        reuse=expert_cache is None or cached is not None,
-        layout=parse_drives(drive or (), simulate_drive or ()),
-        trace=trace,
-        verify_reads=verify_reads,
-        prefetch=False if no_prefetch else None,
-    )
-
-
-def _size_or_off(text: str | None, option: str) -> int | None:
-    """Bytes, 0 for off, None for the default."""
-    if text is None:
-        return None
-    return 0 if text.lower() == "off" else parse_size(text, option, "or off")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (without the program's name); its exit status. A bug is the only traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    schema = _schema(arguments)
-    prepare()
-    try:
-        check_unicode(arguments)
-        status = app(arguments, standalone_mode=False)
-        sys.stdout.flush()
-        return int(status or 0)
-    except NotKept as error:
-        return _fail(error.code, str(error.args[0]), error.exit_code, None)
-    except ExpertstreamError as error:
-        return _fail(error.code, str(error.args[0]), error.exit_code, schema, error.details)
-    except ParserError as error:
-        message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
-        return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
-    except MemoryError:
-        message = "the system refused memory that was planned for: give a smaller --memory, or end other programs"
-        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, schema)
-    except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
-        abandon(sys.stdout)
-        return 141
-    except OSError as error:
-        closed = isinstance(error, io.UnsupportedOperation)
-        if not closed and (error.filename is not None or error.errno not in UNWRITABLE):
-            raise
-        abandon(sys.stdout)
-        message = f"cannot write to standard output: {error.strerror or error}"
-        return _fail(StorageError.code, message, StorageError.exit_code, None)
-    except KeyboardInterrupt:
-        return 130
-
-
-def _schema(arguments: Sequence[str]) -> str | None:
-    """With --json, the schema of the command's record, which is that of its failure too."""
-    if "--json" not in arguments:
-        return None
-    command: Any = typer.main.get_command(app)
-    name = "run"
-    for word in arguments:
-        command = getattr(command, "commands", {}).get(word)
-        if command is None:
-            break
-        name = word
-    return f"expertstream.{name}/1"
-
-
-def _fail(code: str, message: str, status: int, schema: str | None, details: Sequence[str] = ()) -> int:
-    """Lines on stderr; with a schema also an error record on stdout, unless stdout is what failed."""
-    lines = [printable(" ".join(line.split("\n"))) for line in (message, *details)]
-    if schema is not None:
-        error = {"code": code, "message": "\n".join([message, *details])}
-        try:
-            print(json.dumps({"schema": schema, "error": error}), flush=True)
-        except OSError:
-            abandon(sys.stdout)
-    say("\n  ".join([lines[0] if code == Cancelled.code else f"error: {lines[0]}", *lines[1:]]))
-    return status

@@ -1,0 +1,88 @@
+"""`main`: one command line run, and every way in which it can end as an exit status and one line.
+
+Exit status: 0 done, 2 usage, 3 bad checkpoint, 4 storage failed (also: the output cannot be written), 5 does not
+fit, 130 interrupted, 141 nobody read the output, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from runtime.cli.commands import app
+from runtime.commands.arguments import check_unicode
+from runtime.commands.terminal import abandon, prepare, printable, say
+from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, NotKept, StorageError, UsageError
+
+ParserError: type[Exception] = typer.BadParameter.__mro__[2]
+"""What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name); its exit status. A bug is the only traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    schema = _schema(arguments)
+    prepare()
+    try:
+        check_unicode(arguments)
+        status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except NotKept as error:
+        return _fail(error.code, str(error.args[0]), error.exit_code, None)
+    except ExpertstreamError as error:
+        return _fail(error.code, str(error.args[0]), error.exit_code, schema, error.details)
+    except ParserError as error:
+        message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
+    except MemoryError:
+        message = "the system refused memory that was planned for: give a smaller --memory, or end other programs"
+        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, schema)
+    except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
+        abandon(sys.stdout)
+        return 141
+    except OSError as error:
+        closed = isinstance(error, io.UnsupportedOperation)
+        if not closed and (error.filename is not None or error.errno not in UNWRITABLE):
+            raise
+        abandon(sys.stdout)
+        message = f"cannot write to standard output: {error.strerror or error}"
+        return _fail(StorageError.code, message, StorageError.exit_code, None)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _schema(arguments: Sequence[str]) -> str | None:
+    """With --json, the schema of the command's record, which is that of its failure too."""
+    if "--json" not in arguments:
+        return None
+    command: Any = typer.main.get_command(app)
+    name = "run"
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        name = word
+    return f"expertstream.{name}/1"
+
+
+def _fail(code: str, message: str, status: int, schema: str | None, details: Sequence[str] = ()) -> int:
+    """Lines on stderr; with a schema also an error record on stdout, unless stdout is what failed."""
+    lines = [printable(" ".join(line.split("\n"))) for line in (message, *details)]
+    if schema is not None:
+        error = {"code": code, "message": "\n".join([message, *details])}
+        try:
+            print(json.dumps({"schema": schema, "error": error}), flush=True)
+        except OSError:
+            abandon(sys.stdout)
+    say("\n  ".join([lines[0] if code == Cancelled.code else f"error: {lines[0]}", *lines[1:]]))
+    return status
