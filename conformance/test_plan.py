@@ -19,7 +19,7 @@ import pytest
 from runtime.checkpoint import Checkpoint
 from runtime.errors import DoesNotFitError
 from runtime.generate.limits import Limit, cgroup_room, memory_limit
-from runtime.generate.plan import MemoryPlan, Supply, Wanted, make_plan, size
+from runtime.generate.plan import STAGED_TOKENS, MemoryPlan, Supply, Wanted, make_plan, size
 from runtime.setup.synth import synthesize
 from runtime.weights.experts import staging_floor
 
@@ -92,6 +92,20 @@ def test_the_cache_takes_what_is_left_and_no_more_than_there_are_experts(tiny: P
     assert floor < tight["expert_cache"] == everything - everything // 2
     assert tight.total == tight.limit.nbytes
     assert plan(tiny, reuse=False)["expert_cache"] == floor
+
+
+@pytest.mark.usefixtures("steady")
+def test_where_none_is_kept_drives_may_read_ahead_of_a_prompt_as_far_as_memory_allows(tiny: Path) -> None:
+    with Checkpoint.open(tiny) as checkpoint:
+        config, floor = checkpoint.config, staging_floor(checkpoint)
+    drives = Supply(drives=True)
+    assert plan(tiny, supply=drives, reuse=False, chunk=1)["expert_cache"] == floor
+    layer = floor // config.num_experts_per_token * config.num_experts
+    roomy = plan(tiny, supply=drives, reuse=False, chunk=20)
+    assert roomy["expert_cache"] == min(layer, STAGED_TOKENS * floor) > floor
+    tight = plan(tiny, supply=drives, reuse=False, chunk=20, memory=roomy.total - floor)
+    assert floor <= tight["expert_cache"] < roomy["expert_cache"]
+    assert tight.total <= tight.limit.nbytes
 
 
 def test_too_little_is_refused_with_the_least_that_would_do(tiny: Path) -> None:

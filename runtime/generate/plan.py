@@ -35,6 +35,10 @@ MARGIN = 350_000_000
 LONGEST_CHUNK, SHORTEST_CHUNK = 8192, 64
 """Prompt tokens computed together when nothing is asked for: as many as a quarter of what is left has room for."""
 
+STAGED_TOKENS = 4
+"""Of a prompt, tokens whose experts may lie there, read and not yet computed with, where none is kept: about as many as
+can be read while the shared experts of a chunk are computed."""
+
 OPTIONAL = ("staging", "reading", "snapshots")
 """Parts that are not spoken of where there is nothing of them."""
 
@@ -202,10 +206,8 @@ class _Planning:
             self.parts["snapshots"] = max(0, min(both, (self._left - sum(_taken(least)) - cache) // 4))
         trunk = self.divider.divide(self._left - cache) if self.supply.drives else least
         self._take(trunk)
-        if wanted.reuse and wanted.expert_cache is None:
-            unit = self.supply.unit_bytes or self.checkpoint.expert_nbytes
-            everything = len(self.config.moe_layers) * self.config.num_experts * unit
-            cache = max(cache, min(everything, self._left))
+        if wanted.expert_cache is None or not wanted.reuse:
+            cache = max(cache, min(self._useful_cache(chunk), self._left))
         self.parts["expert_cache"] = cache
         whole = self.divider.whole()
         if trunk.streamed == (EMBEDDING,) and sum(_taken(whole)) - sum(_taken(trunk)) <= self._left:
@@ -215,6 +217,16 @@ class _Planning:
         if self._left < 0:
             self._refuse(plan)
         return replace(plan, advice=self._advice(plan))
+
+    def _useful_cache(self, chunk: int) -> int:
+        """Room for all experts; where none is kept, for those of some tokens, so that drives go on while others use
+        the processors."""
+        config = self.config
+        count = len(config.moe_layers) * config.num_experts
+        if not self.wanted.reuse:
+            tokens = min(chunk, STAGED_TOKENS) if self.supply.drives else 1
+            count = min(config.num_experts, tokens * config.num_experts_per_token)
+        return count * (self.supply.unit_bytes or self.checkpoint.expert_nbytes)
 
     def _divider(self, precision: Precision) -> Divider:
         return Divider(self.checkpoint, self.ops, precision, self.supply.alignment, self.supply.hedges)
