@@ -124,7 +124,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             shutil.copytree(place.home, home)
         trace = Path(folder) / "trace.csv.gz" if arm.trace else None
         cold = drop(arm.files) if arm.cold else "warm: nothing was dropped"
-        before, swap = resource.getrusage(resource.RUSAGE_CHILDREN), psutil.swap_memory()
+        before, swap, stolen = resource.getrusage(resource.RUSAGE_CHILDREN), psutil.swap_memory(), _stolen_s()
         process = _Process(arm.line(trace), arm.checkout, os.environ | {"EXPERTSTREAM_HOME": str(home)}, arm.limit_s)
         after, swapped = resource.getrusage(resource.RUSAGE_CHILDREN), psutil.swap_memory()
         result: Record = {
@@ -144,6 +144,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             "swap_bytes": swapped.sin - swap.sin + swapped.sout - swap.sout,
             "major_faults": after.ru_majflt - before.ru_majflt,
             "cpu_s": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
+            "stolen_s": None if stolen is None else (_stolen_s() or 0.0) - stolen,
             "trace": None,
             "disks": None,
         }
@@ -158,6 +159,11 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
     result["tokens_sha256"], result["output_sha256"] = (output_hash(result["run"], exact) for exact in (False, True))
     result["void"] = void_reasons(result, arm)
     return result
+
+
+def _stolen_s() -> float | None:
+    """Processor seconds since the start that a virtual machine was ready to use and did not get; None if not told."""
+    return getattr(psutil.cpu_times(), "steal", None)
 
 
 class _Process:

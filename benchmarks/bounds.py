@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.kernels import Dimensions, cases, measure
@@ -111,6 +112,10 @@ class Rates:
         made = cases(CpuOps(threads), (EXPERT_ROWS, ROWS), dimensions, BEYOND)
         self._roofs = Roofs(threads)
         self._cases = {(case.name, case.rows): case for case in made if (case.name, case.rows) in WANTED}
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Meanwhile all threads multiply."""
+        return self._roofs.busy()
 
     @staticmethod
     def fresh() -> float:

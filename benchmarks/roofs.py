@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ READ_BYTES = 256 << 20
 """Bytes that each thread reads once: far more than a cache holds of them."""
 CHAIN = 1 << 22
 """Multiply-adds in each chain of a thread."""
+MOMENT = 1 << 16
+"""Of them between two looks at whether to go on: a millisecond."""
 CHAINS = 12 if VECTORS == "avx512" else 6
 """Chains side by side: enough to fill the pipelines, few enough for the registers."""
 
@@ -96,6 +100,22 @@ class Roofs:
         took = lap(self.threads, lambda: list(self._pool.map(_multiply, [self._chain] * self.threads)))
         self.multiplies.append((2 * 16 * CHAINS * self._chain * self.threads, took))
         return self.multiplies[-1]
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Meanwhile all threads multiply, and touch no memory."""
+        done = threading.Event()
+
+        def multiply() -> None:
+            while not done.is_set():
+                _multiply(MOMENT)
+
+        threads = [self._pool.submit(multiply) for _ in range(self.threads)]
+        try:
+            yield
+        finally:
+            done.set()
+            wait(threads)
 
 
 def machine() -> dict[str, Any]:

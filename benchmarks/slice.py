@@ -4,7 +4,8 @@
     python -m benchmarks.slice --model DIR [--drive NAME=PATH …] [--memory 12G] [--engine NAME=COMMAND] …
 
 Arms are whole runs in fresh processes, interleaved; before and after each, readers that do nothing else find the
-ceiling of the same drives on the same experts, and in each round the kernels and the read roof are measured. Every
+ceiling of the same drives on the same experts, on an idle machine and beside threads that only multiply, since on a
+virtual machine the drive, too, may take processors; and in each round the kernels and the read roof are measured. Every
 ratio is of neighbours; what is shown is the median of the rounds with the least and the most. Where the time of an arm
 went is told by its timeline. What it is compared with: `benchmarks.bounds`.
 """
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from benchmarks.arms import Arm, Place, Record, brief, judge, run_arm
@@ -41,10 +43,12 @@ CEILING_S = 1.0
 
 @dataclass(frozen=True)
 class Round:
-    """An arm beside what was measured around it: ceiling, roof, and memory never had before in bytes/s."""
+    """An arm beside what was measured around it: ceiling, `busy` ceiling beside threads that multiply, roof, and
+    memory never had before in bytes/s."""
 
     result: Record
     ceiling: float
+    busy: float
     roof: float
     kernels: Kernels
     fresh: float
@@ -72,6 +76,7 @@ class Round:
 
 
 Ratio = Callable[[Round, Work], float | None]
+Ceiling = Callable[[Round], float]
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,28 @@ class Figure:
     of: str
 
 
-def _streaming(at: Round, work: Work) -> float | None:
-    streamed = at.result["timeline"]["streaming_bytes_per_s"]
-    return None if streamed is None else streamed / at.ceiling
+def _streaming(ceiling: Ceiling) -> Ratio:
+    def ratio(at: Round, work: Work) -> float | None:
+        streamed = at.result["timeline"]["streaming_bytes_per_s"]
+        return None if streamed is None else streamed / ceiling(at)
+
+    return ratio
 
 
-def _streamed_trunk(at: Round, work: Work) -> float | None:
-    if not at.result["timeline"]["decode_trunk_bytes"]:
-        return None
-    return at.token_s / (at.token_bytes / at.ceiling)
+def _streamed_trunk(ceiling: Ceiling) -> Ratio:
+    def ratio(at: Round, work: Work) -> float | None:
+        if not at.result["timeline"]["decode_trunk_bytes"]:
+            return None
+        return at.token_s / (at.token_bytes / ceiling(at))
 
+    return ratio
+
+
+IDLE, BUSY = attrgetter("ceiling"), attrgetter("busy")
 
 FIGURES = (
-    Figure("reads with compute", NO_CACHE, _streaming, "≥ 0.95", "the drives alone, from asked for to landed"),
+    Figure("reads with compute", NO_CACHE, _streaming(IDLE), "≥ 0.95", "the drives alone, from asked for to landed"),
+    Figure("the same", NO_CACHE, _streaming(BUSY), "≥ 0.95", "the drives beside threads that only multiply"),
     Figure(
         "token, trunk resident, no cache",
         NO_CACHE,
@@ -106,7 +120,8 @@ FIGURES = (
         "its reads at the ceiling, then the serial trunk at 0.65 of the read roof",
     ),
     Figure("token, cache", CACHE, lambda at, work: at.token_s, "–", "seconds"),
-    Figure("token, trunk streamed", STREAMED, _streamed_trunk, "≤ 1.08", "all its reads at the ceiling"),
+    Figure("token, trunk streamed", STREAMED, _streamed_trunk(IDLE), "≤ 1.08", "all its reads at the ceiling"),
+    Figure("the same, trunk", STREAMED, _streamed_trunk(BUSY), "≤ 1.08", "the same beside threads that only multiply"),
     Figure(
         f"prompt of {PROMPT}",
         NO_CACHE,
@@ -163,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, record["figures"] = table(rounds, work, _engines(rounds, asked))
     record |= {"work": vars(work), "comparisons": [], "shown": ["first_token_s", "steady_tokens_per_s"]}
     record["measured"] = [
-        {"arm": at.result["arm"], "round": at.result["round"], "ceiling_bytes_per_s": at.ceiling}
+        {"arm": at.result["arm"], "round": at.result["round"]}
+        | {"ceiling_bytes_per_s": at.ceiling, "busy_ceiling_bytes_per_s": at.busy}
         | {"read_roof_bytes_per_s": at.roof, "fresh_memory_bytes_per_s": at.fresh, **vars(at.kernels)}
         for at in rounds
     ]
@@ -213,16 +229,22 @@ def _rounds(
 ) -> Iterator[Round]:
     """Every arm once a round, each round in the other direction, between two measurements of the drives."""
     depths = replay.find_depths(DEPTHS, CEILING_S)
+
+    def ceilings() -> tuple[float, float]:
+        idle = replay.ceiling(depths, CEILING_S)
+        with rates.busy():
+            return idle, replay.ceiling(depths, CEILING_S)
+
     for number in range(asked.rounds):
         fresh = rates.fresh()
         roof, kernels = rates.measure()
         every = [*arms, *engines]
-        before = replay.ceiling(depths, CEILING_S)
+        before = ceilings()
         for arm in every if number % 2 == 0 else reversed(every):
             file = where.scratch / "timeline.json"
             timed = () if arm.command else ("--timeline", str(file), "--timeline-passes", "all")
             result = run_arm(replace(arm, options=(*arm.options, *timed)), number, where)
-            after = replay.ceiling(depths, CEILING_S)
+            after = ceilings()
             result["timeline"] = None
             if file.exists():
                 result["timeline"] = summary(json.loads(file.read_text())) | {
@@ -230,7 +252,8 @@ def _rounds(
                 }
                 file.unlink()
             tell(f"{arm.name:24} round {number + 1} of {asked.rounds}  {brief(result)}")
-            yield Round(result, (before + after) / 2, roof, kernels, fresh)
+            idle, busy = ((b + a) / 2 for b, a in zip(before, after, strict=True))
+            yield Round(result, idle, busy, roof, kernels, fresh)
             before = after
 
 
@@ -267,6 +290,7 @@ def _measured(rounds: Sequence[Round]) -> str:
     """What the ratios were made with: the median of the rounds, with the least and the most."""
     facts: dict[str, Sequence[float]] = {
         "ceiling of the drives": [at.ceiling / 1e9 for at in rounds],
+        "beside threads that multiply": [at.busy / 1e9 for at in rounds],
         "read roof": [at.roof / 1e9 for at in rounds],
         "memory never had before": [at.fresh / 1e9 for at in rounds],
     }

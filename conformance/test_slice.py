@@ -105,7 +105,7 @@ def at(arm: str, number: int = 0, **changes: Any) -> Round:
     }
     told = summary(timeline()) | {"expert_bytes": 500}
     result = {"arm": arm, "round": number, "run": run, "void": [], "timeline": told, "elapsed_s": 9.0, **changes}
-    return Round(result, ceiling=200.0, roof=10e9, kernels=KERNELS, fresh=1e9)
+    return Round(result, ceiling=200.0, busy=100.0, roof=10e9, kernels=KERNELS, fresh=1e9)
 
 
 def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
@@ -114,9 +114,11 @@ def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
     values = {figure["figure"]: figure["values"] for figure in kept}
     bound = work().decode_s(185, 200.0, 10e9)
     assert values["reads with compute"] == [100 / 200]
+    assert values["the same"] == [100 / 100]
     assert values["token, trunk resident, no cache"] == [pytest.approx(2.0 / bound)]
     assert values["token, cache"] == [2.0]
     assert values["token, trunk streamed"] == [pytest.approx(2.0 / (185 / 200))]
+    assert values["the same, trunk"] == [pytest.approx(2.0 / (185 / 100))]
     assert values["prompt of 64"] == [pytest.approx(8.0 / work().prefill_s(64, 3000, 200.0, KERNELS))]
     assert values["prompt of 512"] == [pytest.approx(8.0 / work().long_prefill_s(512, 3000, 200.0, KERNELS))]
     assert values["peak memory"] == [0.99] * 4
