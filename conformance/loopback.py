@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from benchmarks.limits import V1, Unavailable, kernel_limits
 
 IMAGE_BYTES = 64 << 20
 
@@ -35,27 +37,20 @@ def ext4_image(folder: Path, block_bytes: int = 4096) -> Iterator[tuple[Path, Pa
 
 
 @contextmanager
-def kernel_limits(rates: dict[Path, int]) -> Iterator[None]:
+def limited(rates: dict[Path, int]) -> Iterator[None]:
     """Meanwhile the kernel lets this process read no more bytes/s from the devices mounted there."""
-    group = Path("/sys/fs/cgroup/blkio") / f"limits-{os.getpid()}"
-    if not group.parent.joinpath("cgroup.procs").is_file():
-        pytest.skip("needs the blkio controller of cgroup version 1")
-    home = next(
-        line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":blkio:" in line
-    )
-    group.mkdir()
-    try:
-        for mount, rate in rates.items():
-            device = os.stat(mount).st_dev
-            limit = f"{os.major(device)}:{os.minor(device)} {rate}"
-            (group / "blkio.throttle.read_bps_device").write_text(limit)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+    with ExitStack() as stack:
+        try:
+            _, (*_, members) = stack.enter_context(kernel_limits(rates))
+        except Unavailable as error:
+            pytest.skip(str(error))
+        top = Path(members).parent.parent
+        controller = "blkio" if top == V1 else ""
+        joined = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+        home = top / next(path.strip("/") for _, name, path in joined if name == controller) / "cgroup.procs"
+        Path(members).write_text(str(os.getpid()))
+        stack.callback(home.write_text, str(os.getpid()))
         yield
-    except OSError as error:
-        pytest.skip(f"the kernel sets no limits here: {error}")
-    finally:
-        (group.parent / home.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
 
 
 def _run(*command: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from copies import rewrite, write_experts
-from loopback import ext4_image, kernel_limits
+from loopback import ext4_image, limited
 
 from runtime.drives.ledger import Health
 from runtime.generate import Engine
@@ -55,7 +55,7 @@ def drives(embedded: Path, tmp_path: Path) -> Iterator[tuple[Path, dict[str, Pat
 def test_limited_by_the_kernel(drives: tuple[Path, dict[str, Path], dict[str, Path]], alone: Answer) -> None:
     bare, mounts, _ = drives
     with (
-        kernel_limits({mounts["a"]: 30_000_000, mounts["b"]: 5_000_000}),
+        limited({mounts["a"]: 30_000_000, mounts["b"]: 5_000_000}),
         Engine.load(bare, backend="cpu", layout=Layout(tuple(mounts.items())), reuse=False) as engine,
     ):
         assert answer(engine) == alone
@@ -70,7 +70,7 @@ def test_blocks_lost_in_the_middle_of_an_answer(
 ) -> None:
     bare, mounts, images = drives
     with (
-        kernel_limits({mounts["a"]: 5_000_000}),  # so that the other one is asked
+        limited({mounts["a"]: 5_000_000}),  # so that the other one is asked
         Engine.load(bare, backend="cpu", layout=Layout(tuple(mounts.items())), reuse=False) as engine,
     ):
 
