@@ -16,9 +16,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.arms import Arm, Place, Record, brief, judge, run_arm
@@ -27,6 +29,7 @@ from benchmarks.peers import engine
 from benchmarks.records import failed, parser, session, tell
 from benchmarks.replay import Replay, Routes
 from benchmarks.speed import add_run_options, describe, finish, make_arm, place, variants
+from benchmarks.stages import synthetic
 from benchmarks.ttft import prompt_ids
 from runtime.checkpoint import Checkpoint
 from runtime.commands.arguments import parse_size
@@ -37,8 +40,8 @@ from runtime.generate.engine import default_threads
 
 NO_CACHE, CACHE, STREAMED, LONG = "no cache", "cache", "streamed trunk", "long prompt"
 PROMPT, LONG_PROMPT = 64, 512
-CEILING_S = 1.0
-"""How long the drives are measured before and after an arm."""
+CEILING_S, SMOKE_S = 1.0, 0.1
+"""How long the drives are measured before and after an arm, and in a smoke."""
 
 
 @dataclass(frozen=True)
@@ -156,21 +159,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--engine", action="append", default=[], metavar="NAME=COMMAND", help="another engine; repeat")
     asked = options.parse_args(arguments)
     try:
-        if asked.model is None:
+        if asked.model is None and not asked.smoke:
             raise UsageError("--model is needed: python -m runtime synth --shape slice makes one")
         if asked.tokens < 2 or asked.threads < 1:
             raise UsageError("--tokens is 2 at least, --threads 1")
         sizes = [parse_size(getattr(asked, name), f"--{name}") for name in ("memory", "small_memory")]
         record = session(asked, "slice", "whole runs at the released dimensions, beside what the machine could do")
-        describe(asked, record)
-        with Checkpoint.open(asked.model, experts_elsewhere=bool(asked.drive)) as checkpoint:
+        with ExitStack() as stack:
+            if asked.model is None:
+                asked.model = synthetic(Path(stack.enter_context(TemporaryDirectory())) / "ladder", smoke=True)
+            describe(asked, record)
+            checkpoint = stack.enter_context(Checkpoint.open(asked.model, experts_elsewhere=bool(asked.drive)))
             work = Work.of(checkpoint)
             layout = parse_drives(asked.drive, asked.simulate_drive)
-            with closing(Replay(checkpoint, layout, Routes(checkpoint, None))) as replay:
-                arms, engines = _arms(asked, sizes)
-                with place(asked, "slice", [*arms, *engines]) as where:
-                    rates = Rates(checkpoint.config, asked.threads)
-                    rounds = list(_rounds(asked, arms, engines, where, replay, rates))
+            replay = stack.enter_context(closing(Replay(checkpoint, layout, Routes(checkpoint, None))))
+            arms, engines = _arms(asked, sizes)
+            where = stack.enter_context(place(asked, "slice", [*arms, *engines]))
+            rates = Rates(checkpoint.config, asked.threads)
+            rounds = list(_rounds(asked, arms, engines, where, replay, rates))
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
     record["arms"] = [at.result for at in rounds]
@@ -228,12 +234,13 @@ def _rounds(
     asked: Any, arms: Sequence[Arm], engines: Sequence[Arm], where: Place, replay: Replay, rates: Rates
 ) -> Iterator[Round]:
     """Every arm once a round, each round in the other direction, between two measurements of the drives."""
-    depths = replay.find_depths(DEPTHS, CEILING_S)
+    seconds = SMOKE_S if asked.smoke else CEILING_S
+    depths = replay.find_depths(DEPTHS, seconds)
 
     def ceilings() -> tuple[float, float]:
-        idle = replay.ceiling(depths, CEILING_S)
+        idle = replay.ceiling(depths, seconds)
         with rates.busy():
-            return idle, replay.ceiling(depths, CEILING_S)
+            return idle, replay.ceiling(depths, seconds)
 
     for number in range(asked.rounds):
         fresh = rates.fresh()

@@ -101,14 +101,14 @@ def set_up(options: argparse.Namespace, scratch: Path) -> Iterator[Stage]:
                 return
     tell(f"drives   throttled by this program: {why}")
     names = [f"d{n}" for n in range(1, len(rates) + 1)]
-    model = options.model or _synthetic(options, (options.cache or scratch) / _name(options))
+    model = options.model or synthetic((options.cache or scratch) / _name(options), options.smoke)
     yield Stage("throttled", model, dict.fromkeys(names, model), dict(zip(names, rates, strict=True)), why=why)
 
 
 @contextmanager
 def _kernel(options: argparse.Namespace, rates: Sequence[float], scratch: Path) -> Iterator[Stage]:
     names = [MODEL, *"bcdefghijkl"[: len(rates) - 1]]
-    source = options.model or (_synthetic(options, options.cache / _name(options)) if options.cache else None)
+    source = options.model or (synthetic(options.cache / _name(options), options.smoke) if options.cache else None)
     nbytes = _nbytes(source) if source else int(1.02 * _ladder_bytes(options.smoke))
     with ExitStack() as stack:
         sizes = {name: int(nbytes * _part(name, names)) for name in names}
@@ -118,7 +118,7 @@ def _kernel(options: argparse.Namespace, rates: Sequence[float], scratch: Path) 
         tell(f"drives   {len(names)} loop devices behind limits of the kernel ({how})")
         model = mounts[MODEL] / "model"
         if source is None:
-            _synthetic(options, model)
+            synthetic(model, options.smoke)
         else:
             tell(f"copy     {source} to the first drive")
             _command("cp", "-r", str(source), str(model))
@@ -150,7 +150,7 @@ def _real(options: argparse.Namespace, scratch: Path) -> Iterator[Stage]:
             }
             first, *others = rooms
             tell(f"write    a synthetic checkpoint to {named[first]}, and copies to {', '.join(others) or 'none'}")
-            model = _synthetic(options, rooms[first] / "model")
+            model = synthetic(rooms[first] / "model", options.smoke)
             _replicate(model, {name: rooms[name] for name in others}, list(rooms))
             places = {MODEL: model, **{name: rooms[name] for name in others}}
         if same := surroundings.one_device(places):
@@ -200,11 +200,11 @@ def _nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _synthetic(options: argparse.Namespace, path: Path) -> Path:
-    """The synthetic checkpoint there, made unless it is there."""
+def synthetic(path: Path, smoke: bool) -> Path:
+    """The synthetic checkpoint there, made unless it is there: a ladder, for a smoke a small one."""
     if not (path / "config.json").exists():
         tell(f"synth    {path}")
-        call(["synth", "--shape", "ladder", *(SMOKE if options.smoke else ()), "--out", str(path)])
+        call(["synth", "--shape", "ladder", *(SMOKE if smoke else ()), "--out", str(path)])
     return path
 
 
