@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.kernels import Case, Dimensions, about, cases, main, measure, record, table
-from benchmarks.roofs import CHAINS, Roofs, machine
+from benchmarks.roofs import CHAINS, Roofs, _multiply, machine
 from runtime.ops.cpu import CpuOps
 
 SMALL = Dimensions(
@@ -62,6 +62,15 @@ def test_repeats_are_counted_and_targets_stand_beside(small: list[Case]) -> None
     lines = table(results).splitlines()[2:]
     targets = [line.split()[-3:] for line in lines if line.endswith((" read", " FMA"))]
     assert targets == [["0.27", "of", "read"], ["0.65", "of", "FMA"], ["0.65", "of", "read"], ["0.65", "of", "read"]]
+
+
+def test_every_multiply_add_of_the_roof_is_computed() -> None:
+    """None of the chains was left out by the compiler: its copies of the loop have all of them."""
+    _multiply(1, one=np.float32(1.0))
+    (compiled,) = _multiply.inspect_llvm().values()
+    computed = compiled.count("call <16 x float> @llvm.fma.v16f32")
+    assert computed >= CHAINS
+    assert computed % CHAINS == 0
 
 
 @pytest.mark.parametrize("words", [["--rows", "1,x"], ["--threads", "0"], ["--repeats", "0"], ["--json", "/"]])
