@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.units import per_second
+
 Record = dict[str, Any]
 
 INK, QUIET, BAR, POINT, BOUND = "#1f2933", "#7b8794", "#3b7dd8", "#12355b", "#d9822b"
@@ -62,12 +64,11 @@ def ladder(record: Record, path: Path) -> str:
             zorder=6,
             label="forecast, made before" if not x else None,
         )
-    names = [
-        f"{_count(len(rung['drives']))}\n+ {rung['drives'][-1]}  {_rate(record, rung['drives'][-1])}"
-        if n
-        else f"one drive\n{rung['drives'][0]}  {_rate(record, rung['drives'][0])}"
-        for n, rung in enumerate(rungs)
-    ]
+    names = []
+    for rung in rungs:
+        *others, last = rung["drives"]
+        what = f"{last}  {per_second(record['drives'][last]['rate_bytes_per_s'])}"
+        names.append(f"{_count(len(rung['drives']))}\n+ {what}" if others else f"one drive\n{what}")
     axes.set_xticks(range(len(rungs)), names)
     axes.set_ylim(0, top * 1.12)
     axes.set_ylabel("tokens/s, steady")
@@ -156,8 +157,3 @@ def _made_by(record: Record) -> str:
 
 def _count(n: int) -> str:
     return ("no", "one", "two", "three", "four", "five", "six")[n] + " drives" if n < 7 else f"{n} drives"
-
-
-def _rate(record: Record, name: str) -> str:
-    rate = record["drives"][name]["rate_bytes_per_s"]
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"

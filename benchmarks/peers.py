@@ -26,6 +26,7 @@ from benchmarks.ttft import prompt_ids
 from benchmarks.verdict import compare_arms
 from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate import embedded_model
+from runtime.units import size
 
 OURS = "expertstream"
 ROOM = 1.6
@@ -86,7 +87,7 @@ def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], 
     nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     free = psutil.virtual_memory().available
     if nbytes * ROOM > free:
-        return [], {"mlx-lm": f"it loads all of {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"}
+        return [], {"mlx-lm": f"it loads all of {size(nbytes)}, and {size(free)} are free"}
     command = (sys.executable, "-m", "benchmarks.peer_mlx_lm", str(model), ids, str(max_new))
     return [Arm("mlx-lm", partners="mlx-lm", exact=False, command=command, cold=ours.cold, files=ours.files)], {}
 

@@ -32,11 +32,11 @@ from benchmarks.speed import add_run_options, describe, finish, make_arm, place,
 from benchmarks.stages import synthetic
 from benchmarks.ttft import prompt_ids
 from runtime.checkpoint import Checkpoint
-from runtime.commands.arguments import parse_size
 from runtime.commands.drives import parse_drives
 from runtime.drives.probe import DEPTHS
 from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate.engine import default_threads
+from runtime.units import parse_size
 
 NO_CACHE, CACHE, STREAMED, LONG = "no cache", "cache", "streamed trunk", "long prompt"
 PROMPT, LONG_PROMPT = 64, 512

@@ -18,11 +18,11 @@ from report import Report
 from serverside import Gate, ScriptedModel, Served, lend, served
 
 from runtime.cli import main
-from runtime.commands.arguments import parse_size
 from runtime.errors import ExpertstreamError
 from runtime.generate import Engine, embedded_model
 from runtime.setup.synth import synthesize
 from runtime.text.tokenizer import Tokenizer
+from runtime.units import parse_size
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """Where tests run in the background it would be ignored, here and in every process that is started."""

@@ -22,8 +22,8 @@ from own import Own
 
 from benchmarks import surroundings
 from runtime.drives.crew import Counts
-from runtime.generate.plan import size
 from runtime.home import write_whole
+from runtime.units import size
 
 SCHEMA = "expertstream.conformance/1"
 ROOT = Path(__file__).resolve().parent.parent

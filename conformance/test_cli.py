@@ -15,11 +15,11 @@ from conftest import ROOT
 
 import runtime
 from runtime.checkpoint import Checkpoint
-from runtime.commands.arguments import parse_size
 from runtime.commands.terminal import Interrupts
 from runtime.errors import UsageError
 from runtime.generate.embedded import NOTE
 from runtime.setup.synth import synthesize
+from runtime.units import parse_size
 
 CAPITAL = "The capital of France is"
 

@@ -426,7 +426,7 @@ def test_a_run_begins_with_what_was_found(two: Layout, tiny: Path) -> None:
         assert drives._uplinks == {"uplink 1": 3e9}
         assert specs["model"] == unknown["model"]
         said = {line.split(":")[0]: line for line in drives.lines()}
-        assert said["a"].endswith("depth 8, 5.00 GB/s by probe of 2026-11-29, on uplink 1")
+        assert said["a"].endswith("depth 8, 5 GB/s by probe of 2026-11-29, on uplink 1")
         assert said["model"].endswith("depth 4, rate unknown: learned")
         reads = drives.start(2**24)
         assert drives.reader is not None
@@ -479,7 +479,7 @@ def test_the_record_and_the_screen_say_what_is_known(cli: Command, two: Layout, 
     assert (a["depth"], a["bytes_per_s"], a["uplink"]) == (8, 5e9, "uplink 1")
     assert a["probed"] == "2026-11-29T12:00:00+00:00"
     assert (model["depth"], model["bytes_per_s"], model["probed"], model["uplink"]) == (4, None, None, None)
-    assert "depth 8, 5.00 GB/s by probe of 2026-11-29" in second.err
+    assert "depth 8, 5 GB/s by probe of 2026-11-29" in second.err
 
 
 def test_the_latency_of_a_simulated_drive_is_shown(cli: Command, tiny: Path) -> None:

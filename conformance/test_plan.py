@@ -19,8 +19,9 @@ import pytest
 from runtime.checkpoint import Checkpoint
 from runtime.errors import DoesNotFitError
 from runtime.generate.limits import Limit, cgroup_room, memory_limit
-from runtime.generate.plan import STAGED_TOKENS, MemoryPlan, Supply, Wanted, make_plan, size
+from runtime.generate.plan import STAGED_TOKENS, MemoryPlan, Supply, Wanted, make_plan
 from runtime.setup.synth import synthesize
+from runtime.units import size
 from runtime.weights.experts import staging_floor
 
 

@@ -11,8 +11,8 @@ from serverside import lend, served
 from runtime.errors import UsageError
 from runtime.generate import Engine, Sampler, Snapshot, Snapshots, Spill
 from runtime.generate.engine import chunks
-from runtime.generate.plan import size
 from runtime.generate.spill import SUFFIX
+from runtime.units import size
 
 PROMPT = list(range(300, 372))
 GIGA = 1_000_000_000

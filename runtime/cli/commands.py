@@ -9,9 +9,10 @@ import typer
 
 import runtime
 from runtime.cli.options import Drive, Effort, EngineOptions, Model, SimulatedDrive, Stats, System, with_engine
-from runtime.commands.arguments import parse_passes, parse_size, prompt_source, size_or_off
+from runtime.commands.arguments import parse_passes, prompt_source
 from runtime.commands.terminal import write
 from runtime.errors import UsageError
+from runtime.units import parse_size, size_or_off
 
 app = typer.Typer(
     add_completion=False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from runtime.commands.arguments import parse_size, size_or_off
+from runtime.units import parse_size, size_or_off
 
 if TYPE_CHECKING:
     from runtime.commands.loading import Loading

@@ -1,4 +1,4 @@
-"""What people write on a command line, read strictly: sizes, ids, prompts."""
+"""What people write on a command line, read strictly: ids, passes, prompts, names of files."""
 
 from __future__ import annotations
 
@@ -6,38 +6,13 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 
 from runtime.errors import UsageError
 from runtime.home import home
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _ID = re.compile(r"-?[0-9]{1,18}")
 _PASSES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def parse_size(text: str, option: str, otherwise: str = "") -> int:
-    """Bytes: 24G and 24GB are 24·10⁹, 24Gi and 24GiB are 24·2³⁰, 1000000 is itself.
-
-    Raises UsageError; `otherwise` is what else the option takes.
-    """
-    advice = f"write bytes or a number with K, M, G, T, such as 24G or 1.5Gi{otherwise and f', {otherwise}'}"
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise UsageError(f"{option} {text!r} is not a size: {advice}")
-    nbytes = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _POWER[match[2].upper()])
-    if nbytes < 1:
-        raise UsageError(f"{option} {text!r} is less than a byte: {advice}")
-    return nbytes
-
-
-def size_or_off(text: str | None, option: str) -> int | None:
-    """Bytes, 0 for off, None for the default. Raises UsageError."""
-    if text is None:
-        return None
-    return 0 if text.lower() == "off" else parse_size(text, option, "or off")
 
 
 def check_seconds(seconds: float, most: float) -> None:

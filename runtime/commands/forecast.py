@@ -13,12 +13,10 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import expert_inventory, trunk_inventory
-from runtime.commands.arguments import size_or_off
 from runtime.commands.drives import parse_drives
 from runtime.commands.outlook import Facts, Fleet, Outlook, Settings, record, text
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.config import ModelConfig
-from runtime.drives.figures import is_rate
 from runtime.drives.identity import Identity, identify
 from runtime.drives.real import open_drive
 from runtime.drives.remembered import recall
@@ -45,6 +43,7 @@ from runtime.forecast import (
 )
 from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
+from runtime.units import is_rate, size_or_off
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards
 
 MAX_DRIVES = 12

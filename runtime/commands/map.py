@@ -21,7 +21,7 @@ from runtime.drives.mounts import Mount, drives_among, mounts
 from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.errors import StorageError
-from runtime.generate.plan import size
+from runtime.units import per_second, size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards, count_expert_files
 
@@ -177,7 +177,7 @@ def _disk_text(disk: Disk) -> str:
 
 
 def _known_text(known: Known) -> str:
-    return f"{known.bytes_per_s / 1e9:.2f} GB/s at depth {known.depth} by probe of {known.at[:10]}"
+    return f"{per_second(known.bytes_per_s)} at depth {known.depth} by probe of {known.at[:10]}"
 
 
 def _holds_text(holds: Mapping[str, Any]) -> str:

@@ -21,13 +21,12 @@ from runtime.commands.arguments import check_seconds, output_file
 from runtime.commands.drives import require_model
 from runtime.commands.tables import table
 from runtime.commands.terminal import Interrupts, is_terminal, say, write
-from runtime.drives.figures import parse_latency
 from runtime.drives.identity import identify
 from runtime.drives.kernel import DiskCounters
 from runtime.drives.monitor import COLUMNS, SCHEMA, TOTAL, Meter, Sample, Sampler, Window, rows
 from runtime.errors import NotKept, StorageError, UsageError
-from runtime.generate.plan import size
 from runtime.home import whole
+from runtime.units import parse_latency, size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
 

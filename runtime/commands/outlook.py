@@ -14,7 +14,7 @@ from runtime.commands.tables import table
 from runtime.errors import UsageError
 from runtime.forecast import Figures, Holding, Reads, RungForecast, Window, served
 from runtime.forecast.routes import CARRIED, FIRST_SIGMA, SIGMA
-from runtime.generate.plan import size
+from runtime.units import per_second, size
 from runtime.weights.placement import Holder
 
 SCHEMA = "expertstream.forecast/1"
@@ -183,11 +183,11 @@ def text(outlook: Outlook) -> str:
         f"{size(facts.expert_nbytes)} each; {size(len(facts.layers) * facts.k * facts.expert_nbytes)} a token"
     ]
     for number, (name, d) in enumerate(fleet.figures.items()):
-        group = f", in group {d.group} of {size(round(fleet.uplinks[d.group]))}/s" if d.group else ""
+        group = f", in group {d.group} of {per_second(fleet.uplinks[d.group])}" if d.group else ""
         probed = f" by probe of {fleet.probed[name][:10]}" if name in fleet.probed else ""
         latency = f", latency {d.latency_s * 1e3:g} ms" if d.latency_s else ""
         lines.append(
-            f"{'' if number else 'drives':8} {name}: {size(round(d.rate))}/s{probed}{latency}, depth {d.depth}{group}, "
+            f"{'' if number else 'drives':8} {name}: {per_second(d.rate)}{probed}{latency}, depth {d.depth}{group}, "
             f"holds {fleet.holds(name)}"
         )
     done = [one for one in outlook.forecasts if one.decode]

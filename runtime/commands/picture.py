@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from runtime.commands.svg import COLOURS, ELSEWHERE, FAINT, INK, LAST, LEFT, RIGHT, WIDTH, packed, page, ticks
 from runtime.drives.report import Analysis, Barrier
-from runtime.generate.plan import size
+from runtime.units import size
 
 BAR, PITCH, LANE, TITLE, AXIS = 8, 10, 8, 34, 26
 """Heights: of a bar, from bar to bar, between lanes, of a title, of an axis."""

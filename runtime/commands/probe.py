@@ -24,7 +24,7 @@ from runtime.drives.remembered import MOST_DEPTH, Remembered, key_of
 from runtime.drives.throttled import ThrottledDevice
 from runtime.errors import StorageError, UsageError
 from runtime.generate import embedded_model
-from runtime.generate.plan import size
+from runtime.units import per_second, size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
 
@@ -145,23 +145,17 @@ def _remember(findings: Findings, identities: Mapping[str, Identity]) -> list[st
     return names
 
 
-def rate_text(rate: float | None) -> str:
-    """Bytes/s for people."""
-    if rate is None:
-        return "–"
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
-
-
 def lines(findings: Findings, refused: Mapping[str, str]) -> list[str]:
     """The result for people: a table, a row for each drive that was measured, then what else was found."""
     depths = list(dict.fromkeys(level.depth for name in findings.alone for level in findings.levels(name)))
     rows, said = [], []
     for name in findings.alone:
         best = findings.best(name)
-        by_depth = {level.depth: rate_text(level.rate) for level in findings.levels(name)}
+        by_depth = {level.depth: per_second(level.rate) for level in findings.levels(name)}
         if best is not None:
             low, high = _spread(findings.alone[name], best.depth)
-            ceiling = f"{rate_text(best.rate)} at {best.depth}" + f" ({low / 1e9:.2f}–{high / 1e9:.2f})" * (low < high)
+            spread = f" ({per_second(low)} to {per_second(high)})" if low < high else ""
+            ceiling = f"{per_second(best.rate)} at {best.depth}{spread}"
         else:
             ceiling = "no rate"
             said.append(f"{name}: no rate: {findings.alone[name][0].refused}")
@@ -188,9 +182,9 @@ def _together_line(together: Together) -> str:
     names = _and(together.drives)
     if together.refused:
         return f"{names} together: no rate: {together.refused}"
-    shares = ", ".join(f"{name} {rate_text(rate)}" for name, rate in together.rates.items())
+    shares = ", ".join(f"{name} {per_second(rate)}" for name, rate in together.rates.items())
     verdict = "they share an uplink" if together.share_an_uplink else "they do not hold each other up"
-    return f"{names} together: {rate_text(together.rate)} of {rate_text(together.alone)} ({shares}): {verdict}"
+    return f"{names} together: {per_second(together.rate)} of {per_second(together.alone)} ({shares}): {verdict}"
 
 
 def record(

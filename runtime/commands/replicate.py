@@ -17,12 +17,12 @@ from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.drives.identity import identify, same_device
 from runtime.errors import CheckpointError, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
-from runtime.generate.plan import size
 from runtime.setup.copies import Copies, open_copies
 from runtime.setup.replicate import Outcome, Plan, Replication, choose
 from runtime.setup.target import TARGET, Target
 from runtime.setup.usage import Counts, read_usage
 from runtime.setup.verify import Found, read_all
+from runtime.units import size
 from runtime.weights.heat import Heat
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL

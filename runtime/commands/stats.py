@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from runtime.drives.report import FATES
 from runtime.drives.waits import TRUNK
 from runtime.generate import Engine, Session, Step
-from runtime.generate.plan import size
 from runtime.generate.record import peak_rss_bytes, precision, timing, waiting
+from runtime.units import size
 from runtime.weights.layout import Drives
 from runtime.weights.prefetch import PREDICTORS
 

@@ -12,9 +12,9 @@ from runtime.commands.timeline import Shown, waiting
 from runtime.config import ModelConfig
 from runtime.drives.trace import Read
 from runtime.drives.waits import DEMAND, LATE, TRUNK
-from runtime.generate.plan import size
 from runtime.model import timeline as phases
 from runtime.model.timeline import Span
+from runtime.units import size
 
 MOST = 12
 """Passes in one picture."""

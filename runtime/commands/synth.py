@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from runtime.commands.terminal import Interrupts, progress, say
-from runtime.generate.plan import size
 from runtime.setup.synth import synthesize
+from runtime.units import size
 
 
 def synth(

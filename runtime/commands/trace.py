@@ -14,8 +14,8 @@ from runtime.commands.terminal import say, write
 from runtime.drives.report import FATES, Analysis, report
 from runtime.drives.trace import load
 from runtime.errors import NotKept, UsageError
-from runtime.generate.plan import size
 from runtime.home import write_whole
+from runtime.units import per_second, size
 
 
 def trace_report(file: Path, *, as_json: bool, layer: int | None, top: int, svg: Path | None) -> None:
@@ -121,7 +121,7 @@ def _drives(found: dict[str, Any]) -> str:
                 f"{d['reads']:,}",
                 size(d["bytes"] // d["reads"]) if d["reads"] else "-",
                 f"{d['busy_s']:.3f} s",
-                f"{size(round(d['bytes_per_s']))}/s" if d["bytes_per_s"] else "-",
+                per_second(d["bytes_per_s"]) if d["bytes_per_s"] else "-",
                 f"{d['in_flight']:.2f}",
                 *(_ms(d["latency_s"][q]) for q in ("p50", "p90", "p99")),
             ]

@@ -16,9 +16,9 @@ from runtime.checkpoint.manifest import COPY_NAME, Manifest, load_if_there, mani
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.errors import Cancelled, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
-from runtime.generate.plan import size
 from runtime.setup.copies import open_copies
 from runtime.setup.verify import Found, Verdict, judge, read_all
+from runtime.units import size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
 

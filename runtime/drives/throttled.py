@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass
 
 from runtime.drives.device import Device, DeviceInFront
-from runtime.drives.figures import parse_figures, parse_latency
+from runtime.drives.figures import parse_figures
 from runtime.errors import UsageError
+from runtime.units import parse_latency
 
 SLACK = 0.009
 FORM = "NAME=400MB/s or NAME=400MB/s,latency=0.2ms"

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.manifest import Table
-from runtime.drives.figures import is_name, parse_figures, parse_latency, parse_rate
+from runtime.drives.figures import is_name, parse_figures
 from runtime.drives.jobs import Span
 from runtime.errors import UsageError
+from runtime.units import parse_latency, parse_rate
 
 DEPTHS = (1, 64)
 ABILITIES = ("latency", "depth", "group")

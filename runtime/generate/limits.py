@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from runtime.units import size
+
 RESERVE = 0.1
 """Share of the memory found that is left to everyone else when no limit was asked for."""
 
@@ -29,7 +31,7 @@ def memory_limit(requested: int | None) -> Limit:
     """As asked for; else the lower of what is available and of what the control groups leave, less a reserve."""
     memory, held = psutil.virtual_memory(), psutil.Process().memory_info().rss
     if requested is not None:
-        there = "" if requested <= memory.total else f", of {memory.total / 1e9:.3g} GB there are"
+        there = "" if requested <= memory.total else f", of {size(memory.total)} there are"
         return Limit(requested, f"--memory{there}")
     found, source = memory.available + held, "available memory"
     cgroup = cgroup_room(held)

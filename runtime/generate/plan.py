@@ -25,6 +25,7 @@ from runtime.errors import DoesNotFitError
 from runtime.generate.limits import Limit, memory_limit
 from runtime.model.state import state_nbytes
 from runtime.ops import Workload, backend_type
+from runtime.units import size
 from runtime.weights.division import EMBEDDING, Divider, Division
 from runtime.weights.experts import check_budget, staging_floor
 from runtime.weights.trunk import Precision
@@ -134,16 +135,6 @@ def said(parts: Mapping[str, int]) -> str:
 def element_size(backend: str) -> int:
     """Bytes of a number in states and activations."""
     return 8 if backend == "reference" else 4
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: 17.5 MB, 114 GB."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
 
 
 def workload(config: ModelConfig, context: int, chunk: int) -> Workload:

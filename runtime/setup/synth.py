@@ -39,6 +39,7 @@ from runtime.errors import CheckpointError, StorageError, UsageError
 from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
 from runtime.text.tokenizer import N_SPECIAL, write_tokenizer
+from runtime.units import size
 
 BLOCK_NBYTES = 4 << 20
 SPARE_NBYTES = 16 << 20
@@ -121,7 +122,7 @@ def write_checkpoint(
         _publish(partial, directory, published)
     except OSError as error:
         _take_back(directory, created, published)
-        hint = f"; it needs {_gb(total)}" if error.errno == errno.ENOSPC else ""
+        hint = f"; it needs {size(total)}" if error.errno == errno.ENOSPC else ""
         raise StorageError(f"cannot write the checkpoint to {directory}: {error.strerror or error}{hint}") from None
     except BaseException:
         _take_back(directory, created, published)
@@ -138,7 +139,7 @@ def _claim(directory: Path, total: int) -> bool:
         free = shutil.disk_usage(existing).free
         if free < total + SPARE_NBYTES:
             raise StorageError(
-                f"{directory} needs {_gb(total + SPARE_NBYTES)}, but {existing} has {_gb(free)} free; "
+                f"{directory} needs {size(total + SPARE_NBYTES)}, but {existing} has {size(free)} free; "
                 "choose another place, or a smaller shape (--layers, --experts)"
             )
         created = not directory.exists()
@@ -163,10 +164,6 @@ def _take_back(directory: Path, created: bool, published: list[Path]) -> None:
     if created:
         with contextlib.suppress(OSError):
             directory.rmdir()
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from runtime.drives.buffers import aligned
 from runtime.drives.device import DeviceError
 from runtime.drives.real import F_NOCACHE, Descriptors, RealDevice
 from runtime.errors import StorageError, UsageError
-from runtime.generate.plan import size
 from runtime.home import sync_folder
+from runtime.units import size
 from runtime.weights.placement import FOLDERS, ExpertFiles
 
 TARGET = "target"

@@ -26,6 +26,7 @@ from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.drives.trace import TraceLog
 from runtime.drives.waits import TRUNK
 from runtime.errors import CheckpointError, StorageError, UsageError
+from runtime.units import per_second
 from runtime.weights.ahead import BlockKey, TrunkReads
 from runtime.weights.checks import ScaleCheck
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Placement, Shards, open_holder
@@ -272,11 +273,11 @@ def _manner(facts: Mapping[str, Any]) -> str:
     if facts["bytes_per_s"] is None:
         said += ", rate unknown: learned"
     else:
-        said += f", {facts['bytes_per_s'] / 1e9:.2f} GB/s by probe of {facts['probed'][:10]}"
+        said += f", {per_second(facts['bytes_per_s'])} by probe of {facts['probed'][:10]}"
     if facts["uplink"]:
         said += f", on {facts['uplink']}"
     if facts["limit_bytes_per_s"] is not None:
-        said += f", behind a limit of {facts['limit_bytes_per_s'] / 1e6:g} MB/s"
+        said += f", behind a limit of {per_second(facts['limit_bytes_per_s'])}"
         if facts["limit_latency_s"]:
             said += f" and {facts['limit_latency_s'] * 1e3:g} ms"
     return said
