@@ -52,6 +52,12 @@ def joined(arguments: list[str]) -> list[str]:
     return done
 
 
+def spread(arguments: list[str]) -> list[str]:
+    """Tests run in as many processes as there are processors, up to four; on one's own drives, one after another."""
+    said = any(argument.startswith(("--model", "-n", "--numprocesses", "--pdb")) for argument in arguments)
+    return [] if said else ["-n", "logical", "--maxprocesses", "4", "--dist", "loadgroup"]
+
+
 def bench(session: nox.Session, name: str) -> None:
     """Run one of the benchmarks, in the environment of the tests."""
     location = ROOT / ".nox" / "conformance"
@@ -70,7 +76,7 @@ def bench(session: nox.Session, name: str) -> None:
 def conformance(session: nox.Session) -> None:
     """The tests: golden tokens, invariance, properties, faults, the command line; or, with --model, on one's own."""
     arguments = install(session, "test")
-    session.run("python", "-m", "pytest", *joined(arguments))
+    session.run("python", "-m", "pytest", *spread(arguments), *joined(arguments))
 
 
 @nox.session

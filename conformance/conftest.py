@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "own_model: what is run with --model, on a checkpoint of one's own")
+    config.addinivalue_line("markers", "xdist_group(name): what stays together where several processes run the tests")
     config.stash[COVERAGE] = Coverage()
     option = config.getoption
     if option("--model") is None:
@@ -57,6 +58,27 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     report = config.stash[Report.KEY] = Report(own, Path(option("--report")).absolute(), config.stash[COVERAGE])
     config.pluginmanager.register(report, "conformance-report")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, those of a file stay together, of the matrix those of a checkpoint: what a
+    module or a checkpoint needs is made once."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        checkpoint = getattr(parameters.get("subject"), "name", "")
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {checkpoint}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of several that run the tests tells what its part of the matrix has covered."""
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["coverage"] = session.config.stash[COVERAGE].told()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of these processes has ended."""
+    node.config.stash[COVERAGE].hear(getattr(node, "workeroutput", {}).get("coverage", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

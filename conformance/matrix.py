@@ -380,6 +380,18 @@ class Coverage:
         row.prompts += len(prompts)
         row.digests += sum(prompt.new for prompt in prompts)
 
+    def told(self) -> list[dict[str, Any]]:
+        """As plain values, for `hear` in another process."""
+        return [{"of": of, **asdict(row)} for of, row in self.rows.items()]
+
+    def hear(self, told: list[dict[str, Any]]) -> None:
+        """Count what another process has run, too."""
+        for row in told:
+            mine = self.rows.setdefault(tuple(row["of"]), Row())
+            mine.cells += row["cells"]
+            mine.prompts += row["prompts"]
+            mine.digests += row["digests"]
+
     def table(self) -> str:
         """For people, or "" where nothing was run: each row, then how often each value occurred."""
         if not self.rows:

@@ -101,17 +101,29 @@ def test_what_cannot_be_tested_is_a_line(model: Path, own_home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_words_of_an_option_are_joined() -> None:
-    """As nox does: pytest would take a path that stands alone for one of tests."""
+def of_nox(*names: str) -> dict[str, Any]:
+    """What noxfile.py calls so; nox itself need not be there."""
     tree = ast.parse((ROOT / "noxfile.py").read_text())
     wanted = [
         node
         for node in tree.body
-        if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPTIONS")
-        or (isinstance(node, ast.FunctionDef) and node.name == "joined")
+        if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
+        or (isinstance(node, ast.FunctionDef) and node.name in names)
     ]
     found: dict[str, Any] = {}
     exec(ast.unparse(ast.Module(wanted, [])), found)
+    return found
+
+
+def test_on_ones_own_drives_one_test_runs_after_another() -> None:
+    spread = of_nox("spread")["spread"]
+    assert "-n" in spread(["-k", "copies"])
+    assert spread(["--model=/m"]) == spread(["-n0"]) == []
+
+
+def test_words_of_an_option_are_joined() -> None:
+    """As nox does: pytest would take a path that stands alone for one of tests."""
+    found = of_nox("OPTIONS", "joined")
     words = ["--full", "--model", "/m", "--drive", "a=/a", "--drive=b=/b", "--memory", "24G", "-k", "copies"]
     assert found["joined"](words) == [
         *("--full", "--model=/m", "--drive=a=/a", "--drive=b=/b", "--memory=24G"),
