@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.commands.drives import parse_drives
-from runtime.drives.crew import Trace
+from runtime.drives.crew import ReadRecord
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import MIB
 from runtime.drives.probe import BLOCK_BYTES, DEPTHS, measure
@@ -140,7 +140,7 @@ class Watch(TraceLog):
         super().__init__(limit=1)
         self.reads: dict[str, list[tuple[float, float]]] = {}
 
-    def slice(self, trace: Trace) -> None:
+    def slice(self, trace: ReadRecord) -> None:
         """A read has ended."""
         self.reads.setdefault(trace.slice.drive, []).append((trace.started, trace.landed))
 

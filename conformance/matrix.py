@@ -27,7 +27,7 @@ from trouble import Doings, by_drive, delayed, lost, trouble
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import Manifest, digest, manifest_path
 from runtime.config import ModelConfig
-from runtime.drives.crew import Counts
+from runtime.drives.crew import ReadCounts
 from runtime.drives.trace import TraceLog
 from runtime.generate import Engine, Session
 from runtime.generate.plan import LONGEST_CHUNK
@@ -266,7 +266,7 @@ def opened(there: Place, cell: Cell, backend: str = "cpu", seed: int = 0) -> Ite
 
 def run(
     there: Place, cell: Cell, prompts: Sequence[Prompt], wanted: Sequence[Answer], backend: str = "cpu", seed: int = 0
-) -> dict[str, Counts]:
+) -> dict[str, ReadCounts]:
     """Run prompts in a cell, one after the other on one engine; AssertionError says what does not hold.
 
     Returns what was read, by drive.

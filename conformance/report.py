@@ -21,7 +21,7 @@ from matrix import Coverage
 from own import Own
 
 from benchmarks import surroundings
-from runtime.drives.crew import Counts
+from runtime.drives.crew import ReadCounts
 from runtime.home import write_whole
 from runtime.units import size
 
@@ -60,7 +60,7 @@ class Report:
                     files[os.path.relpath(os.path.join(folder, file), root)] = (facts.st_size, facts.st_mtime_ns)
         return found
 
-    def add(self, counts: Mapping[str, Counts]) -> None:
+    def add(self, counts: Mapping[str, ReadCounts]) -> None:
         """What a cell has read."""
         for name, count in counts.items():
             self._read[name].update(

@@ -22,7 +22,7 @@ from loopback import IMAGE_BYTES, ext4_image
 from matrix import Answer, Prompt, Site, answer
 from trouble import HANGS_S, Doing, Read, Turns, by_drive, delayed, failing, lost, trouble, wrong
 
-from runtime.drives.crew import Counts
+from runtime.drives.crew import ReadCounts
 from runtime.drives.jobs import Fault
 from runtime.drives.ledger import Health
 from runtime.generate import Engine
@@ -74,7 +74,7 @@ def two_drives(
         yield engine, Turns(doings, "d0", "model", fault, SLOW_S)
 
 
-def counted(engine: Engine) -> dict[str, Counts]:
+def counted(engine: Engine) -> dict[str, ReadCounts]:
     assert engine.drives is not None
     return engine.drives.counts()[0]
 

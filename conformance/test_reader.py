@@ -22,7 +22,7 @@ import pytest
 from loopback import ext4_image
 
 from runtime.drives.buffers import Buffer, BufferPool, address
-from runtime.drives.crew import Counts, Errand, Report, Trace
+from runtime.drives.crew import Errand, ReadCounts, ReadRecord, Report
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import (
     MIB,
@@ -44,7 +44,8 @@ from runtime.drives.jobs import (
 )
 from runtime.drives.kernel import device_bytes_read
 from runtime.drives.ledger import Health
-from runtime.drives.reader import Dropped, Landed, Lost, Reader
+from runtime.drives.outcomes import Dropped, Landed, Lost
+from runtime.drives.reader import Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.errors import DoesNotFitError, StorageError
@@ -262,7 +263,7 @@ def test_several_drives_deliver_every_byte_once_and_right(
     limits = [Limit("a", 400e6), Limit("b", 200e6), Limit("c", 150e6)]
     devices = [ThrottledDevice(RealDevice(x.name, root / x.name), x) for x in limits]
     specs = [spec(devices[0], 400e6), spec(devices[1], None), spec(devices[2], 150e6)]
-    traces: list[Trace] = []
+    traces: list[ReadRecord] = []
     reader = engine(list(zip(devices, specs, strict=True)), policy=Policy(), trace=traces.append)
     for barrier in range(2):
         first = 6 * barrier
@@ -411,7 +412,7 @@ def test_a_read_that_fails_is_read_elsewhere(engine: Callable[..., Reader]) -> N
 
 
 def test_looks_whether_a_drive_answers_are_counted_apart() -> None:
-    counts, look = Counts(), Errand(None, None, Span("a", "f", 0, 10), "check", 0.0)
+    counts, look = ReadCounts(), Errand(None, None, Span("a", "f", 0, 10), "check", 0.0)
     counts.add(look, Report(DriveChecked("a", ok=False, detail="gone"), 10, fault=Fault.GONE))
     counts.add(look, Report(DriveChecked("a", True, 10, 0.1), 10, 10, 0.1))
     assert (counts.reads, counts.checks, counts.errors, counts.failed_checks) == (1, 1, 1, 1)
@@ -483,7 +484,7 @@ def test_wrong_bytes_are_seen_and_read_elsewhere(engine: Callable[..., Reader]) 
     def verify(part: Slice, view: memoryview) -> str:
         return "" if view == DATA[part.offset : part.offset + part.length] else f"{part.drive} lies"
 
-    traces: list[Trace] = []
+    traces: list[ReadRecord] = []
     reader = engine([liar, good], verify=verify, trace=traces.append)
     jobs = jobs_of(DATA, 50_000, ["liar", "good"], 20)
     reader.submit(jobs)
@@ -668,7 +669,8 @@ import threading, time
 from runtime.drives.buffers import BufferPool
 from runtime.drives.jobs import DriveSpec, Job, Policy, Span
 from runtime.drives.ledger import Health
-from runtime.drives.reader import Lost, Reader
+from runtime.drives.outcomes import Lost
+from runtime.drives.reader import Reader
 class Hung:
     name, alignment, mode = "hung", 1, "memory"
     def read(self, file, offset, into):
@@ -714,7 +716,7 @@ def test_guesses_that_find_no_room_are_dropped_and_never_keep_demand_out(engine:
     guesses = jobs_of(DATA, 50_000, ["one"], 10, Priority.PREFETCH)
     reader.submit(guesses)
     settle(reader)
-    assert len(reader._guesses) == 4, "there is room for four"
+    assert len(reader._outcomes.guesses) == 4, "there is room for four"
     wanted = jobs_of(DATA, 50_000, ["one"], 4, first=20)
     reader.submit(wanted)
     take_all(reader, wanted, at(DATA))
@@ -925,7 +927,7 @@ def test_any_story_ends_with_every_byte_right_or_an_honest_failure(seed: int, en
         truth = DATA[part.offset - pad[part.drive] :][: part.length]
         return "" if view == truth else "not what it should be"
 
-    traces: list[Trace] = []
+    traces: list[ReadRecord] = []
     specs = [DriveSpec("a", 2, 1e9, 0.0, 1), DriveSpec("b", 3, 1e8, 0.0, 4096), DriveSpec("c", 1, None, 0.0, 4096)]
     limit = 12 * BufferPool(0, 4096).cost(60_000)
     reader = engine(

@@ -17,10 +17,11 @@ from commandline import Command, on
 
 from runtime.commands.terminal import Interrupts
 from runtime.drives.buffers import BufferPool
-from runtime.drives.crew import Fate, Trace
+from runtime.drives.crew import ReadRecord
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import MIB, DriveSpec, Fault, Job, Kind, Policy, Priority, Slice, Span
-from runtime.drives.reader import Dropped, Landed, Reader
+from runtime.drives.outcomes import Dropped, Fate, Landed
+from runtime.drives.reader import Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.trace import COLUMNS, SCHEMA, TraceFile, TraceLog, load
 from runtime.errors import UsageError
@@ -67,9 +68,9 @@ def test_what_is_noted_is_what_is_read(name: str, tmp_path: Path) -> None:
     log, at = TraceLog(), TraceLog().began
     log.begin_pass(0, 5)
     odd = 'a file, with "signs" in it\nand a line'
-    log.slice(Trace(part(1, drive="x"), at + 1, at + 2, at + 3.5, 4096, None, ""))
-    log.slice(Trace(part(2, (3, 4), file=odd, kind=Kind.RETRY), at, at + 1, at + 2, 0, Fault.SHORT, "is, short"))
-    log.slice(Trace(part(3, "trunk 7", length=7), at, at + 1, at + 2, 8192, None, ""))
+    log.slice(ReadRecord(part(1, drive="x"), at + 1, at + 2, at + 3.5, 4096, None, ""))
+    log.slice(ReadRecord(part(2, (3, 4), file=odd, kind=Kind.RETRY), at, at + 1, at + 2, 0, Fault.SHORT, "is, short"))
+    log.slice(ReadRecord(part(3, "trunk 7", length=7), at, at + 1, at + 2, 8192, None, ""))
     path = tmp_path / name
     assert log.write(path, {"model": {"fingerprint": "f"}}) == (3, 0)
     head, table = rows(path)
@@ -98,7 +99,7 @@ def test_what_there_is_no_room_for_is_counted_and_overwrites_nothing(tmp_path: P
 
     def note(first: int) -> None:
         for number in range(first, first + 50):
-            log.slice(Trace(part(number), 1.0, 2.0, 3.0, 100, None, ""))
+            log.slice(ReadRecord(part(number), 1.0, 2.0, 3.0, 100, None, ""))
             log.guess((1, number), Fate.DROPPED, 1.0)
 
     note(0)
@@ -120,8 +121,8 @@ def test_fates_of_guesses(tmp_path: Path) -> None:
     at = log.began
     for number in range(6):
         guess = part(number, (9, number), priority=Priority.PREFETCH, barrier=7)
-        log.slice(Trace(guess, at + number, at + 10, at + 11, 100, None, ""))
-    log.slice(Trace(part(9, (9, 1)), at + 20, at + 21, at + 22, 100, None, ""))  # demand of the same expert, later
+        log.slice(ReadRecord(guess, at + number, at + 10, at + 11, 100, None, ""))
+    log.slice(ReadRecord(part(9, (9, 1)), at + 20, at + 21, at + 22, 100, None, ""))  # demand of the same expert, later
     log.guess((9, 0), Fate.NEEDED, at + 0, barrier=12)
     log.guess((9, 0), Fate.DROPPED, at + 0)  # the run was stopped: it was needed all the same
     log.guess((9, 1), Fate.DROPPED, at + 1)
@@ -141,7 +142,7 @@ def test_fates_of_guesses(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_damaged_or_foreign_is_refused(name: str, tmp_path: Path) -> None:
     log = TraceLog()
     for number in range(200):
-        log.slice(Trace(part(number), 1.0, 2.0, 3.0, 100, None, ""))
+        log.slice(ReadRecord(part(number), 1.0, 2.0, 3.0, 100, None, ""))
     path = tmp_path / name
     log.write(path, {})
     good = path.read_bytes()

@@ -16,8 +16,9 @@ from commandline import Command, on
 from test_trace import TWO, part
 
 from runtime.commands.tracing import about_run
-from runtime.drives.crew import Fate, Trace
+from runtime.drives.crew import ReadRecord
 from runtime.drives.jobs import Fault, Kind, Priority
+from runtime.drives.outcomes import Fate
 from runtime.drives.report import FATES, Analysis, report
 from runtime.drives.throttled import Limit
 from runtime.drives.trace import TraceLog, load
@@ -44,7 +45,7 @@ class Story:
         of = {"lease": self.number, "job_bytes": nbytes, **facts}
         at = self.log.began
         slice_ = part(self.number, key, drive=drive, length=nbytes, **of)
-        self.log.slice(Trace(slice_, at + queued, at + started, at + landed, nbytes, fault, ""))
+        self.log.slice(ReadRecord(slice_, at + queued, at + started, at + landed, nbytes, fault, ""))
 
     def told(self, key: tuple[int, int], fate: Fate, queued: float, at: float, barrier: int = -1) -> None:
         self.log.guess(key, fate, self.log.began + queued, barrier, self.log.began + at)

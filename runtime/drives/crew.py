@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import Enum
 from queue import SimpleQueue
 
 from runtime.drives.buffers import aligned
@@ -29,7 +28,7 @@ condemns no drive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class ReadRecord:
     """One read as it went, times by `time.monotonic`. queued: when its job was submitted."""
 
     slice: Slice
@@ -41,18 +40,8 @@ class Trace:
     detail: str
 
 
-class Fate(Enum):
-    """What becomes of a prefetch: it turns out to be needed, is given up before it was read, is read and thrown away,
-    or is read and taken by somebody who only guesses, too."""
-
-    NEEDED = "needed"
-    DROPPED = "dropped"
-    UNUSED = "unused"
-    TAKEN = "taken"
-
-
 @dataclass(slots=True)
-class Counts:
+class ReadCounts:
     """Reads of one drive or of one kind.
 
     reads and errors: those that ended well, and that did not; checks and failed_checks: those of them that only looked
@@ -92,7 +81,7 @@ class Counts:
             self.checked_bytes += report.requested if errand.slice is None else 0
             self.device_bytes += report.moved
 
-    def merge(self, other: Counts) -> None:
+    def merge(self, other: ReadCounts) -> None:
         """Count also what the other has counted."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
@@ -144,10 +133,10 @@ class Crew:
         spec: DriveSpec,
         report: Callable[[Crew, Errand, Report], None],
         verify: Verify | None = None,
-        trace: Callable[[Trace], None] | None = None,
+        trace: Callable[[ReadRecord], None] | None = None,
     ) -> None:
         """`report` is called on the thread that did the errand, when it has really ended."""
-        self.device, self.spec, self.counts = device, spec, Counts()
+        self.device, self.spec, self.counts = device, spec, ReadCounts()
         self.last_failure = ""
         self.threads: list[threading.Thread] = []
         self.waiting = self.checking = 0
@@ -227,7 +216,7 @@ class Crew:
             fault, detail = Fault.IO, f"{part.file} at {part.offset}: {error!r}"
         landed = time.monotonic()
         if self._trace is not None:
-            self._trace(Trace(part, errand.queued, started, landed, moved, fault, detail))
+            self._trace(ReadRecord(part, errand.queued, started, landed, moved, fault, detail))
         event = Completed(part.id) if fault is None else Failed(part.id, fault, detail)
         return Report(event, part.length, moved, landed - started, fault)
 

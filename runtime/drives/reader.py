@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from math import inf, nan
+from dataclasses import replace
+from math import inf
 
+from runtime.drives.admission import Admission, Ticket
 from runtime.drives.buffers import Buffer, BufferPool
-from runtime.drives.crew import Counts, Crew, Errand, Fate, Report, Trace, Verify
+from runtime.drives.crew import Crew, Errand, ReadCounts, ReadRecord, Report, Verify
 from runtime.drives.device import Device
 from runtime.drives.jobs import (
     Action,
@@ -46,14 +45,12 @@ from runtime.drives.jobs import (
     DriveSpec,
     DriveSuspect,
     Event,
-    Fault,
     Job,
     JobCancelled,
     JobDone,
     JobFailed,
     Key,
     LeaseReleased,
-    Piece,
     Policy,
     Priority,
     Promote,
@@ -63,74 +60,15 @@ from runtime.drives.jobs import (
     Tick,
 )
 from runtime.drives.ledger import Health, Totals
+from runtime.drives.outcomes import Dropped, Fate, GuessHeard, Landed, Lost, Outcome, Outcomes
 from runtime.drives.scheduler import Scheduler
-from runtime.drives.waits import DEMAND, LATE, Waits
+from runtime.drives.waits import Waits
 from runtime.errors import DoesNotFitError, StorageError
 
-GUESS = 1 << 62
-"""Where prefetch stands in the queue of jobs that wait for memory: behind every barrier."""
 CLOSE_GRACE_S = 1.0
 """How long `close` waits for reads under way."""
 PULSE_S = 0.1
 """Whoever waits is asked so often whether it still wants to."""
-
-
-# --- what comes back ---
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """The job's bytes, whole, in `buffer`; the receiver releases it. pieces: which drive delivered what, in the order
-    in which it came."""
-
-    key: Key
-    buffer: Buffer
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """No copy is left. reasons: (drive, fault, detail) of each failure, oldest first."""
-
-    key: Key
-    reasons: tuple[tuple[str, Fault, str], ...]
-
-    def error(self, what: str) -> StorageError:
-        """`what` names the job for a person: `layer 3, expert 17`."""
-        last = {drive: f"drive {drive}: {fault.value}: {detail}" for drive, fault, detail in self.reasons}
-        return StorageError(f"{what}: no copy left that can be read; {'; '.join(last.values()) or 'no drive answers'}")
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """The job was cancelled, or was a prefetch for which there was no room."""
-
-    key: Key
-
-
-Outcome = Landed | Lost | Dropped
-
-
-# --- the engine's own notes ---
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """A job somebody waits for. admitted: the scheduler has it. leased: its buffer is taken, no longer promised.
-    late: it was a guess, and was needed before it was there."""
-
-    job: Job
-    kind: str
-    queued: float
-    cost: int
-    admitted: bool = False
-    leased: bool = False
-    late: bool = False
-
-    @property
-    def awaited(self) -> str:
-        """What somebody waits for who waits for this."""
-        return self.kind or (LATE if self.late else DEMAND)
 
 
 class Reader:
@@ -145,17 +83,16 @@ class Reader:
         uplinks: Mapping[str, float] | None = None,
         kind_of: Callable[[Job], str] | None = None,
         verify: Verify | None = None,
-        trace: Callable[[Trace], None] | None = None,
-        guess: Callable[[Key, Fate, float, int], None] | None = None,
+        trace: Callable[[ReadRecord], None] | None = None,
+        guess: GuessHeard | None = None,
         watch: Callable[[DriveSuspect | DriveBack], None] | None = None,
     ) -> None:
         """Takes over the devices, `close` closes them, and the pool. Names and alignments are those of the specs.
 
         kind_of: under which kind a job's reads are counted; without it, or where it says "": demand or prefetch.
         verify: looks at the bytes of a slice before they count as read; says what is wrong with them, or "".
-        trace: gets one record for every slice, before its job ends. guess: hears what becomes of a prefetch: its key,
-        its fate, when it was submitted, and the barrier it is needed at. watch: is told of suspect drives and their
-        return.
+        trace: gets one record for every slice, before its job ends. guess: hears what becomes of each prefetch.
+        watch: is told of suspect drives and their return.
         `verify` and `trace` are called from several threads at once, `watch` from the one that keeps time; they are
         quick and do not raise.
         """
@@ -166,18 +103,13 @@ class Reader:
                     f"{device.alignment}, buffers have {pool.alignment}"
                 )
         self.pool, self.waits = pool, Waits()
-        self._kind_of, self._watch, self._guess = kind_of, watch, guess
+        self._kind_of, self._watch = kind_of, watch
         self._scheduler = Scheduler([spec for _, spec in drives], policy, uplinks)
         self._crews = {spec.name: Crew(device, spec, self._reported, verify, trace) for device, spec in drives}
-        self._kinds: dict[tuple[str, str], Counts] = {}
-        self._tickets: dict[Key, _Ticket] = {}
-        self._outcomes: dict[Key, Outcome] = {}
-        self._guesses: dict[Key, float] = {}
-        self._pending: list[tuple[int, int, Key]] = []
-        self._barriers: Counter[int] = Counter()
-        self._arrivals = 0
-        self._promised = 0
-        self._demand_live = 0
+        self._kinds: dict[tuple[str, str], ReadCounts] = {}
+        self._admission = Admission(pool, self._scheduler.policy.max_demand_jobs)
+        self._tickets = self._admission.tickets
+        self._outcomes = Outcomes(pool, guess)
         self._leases: dict[int, Buffer] = {}
         self._news: list[DriveSuspect | DriveBack] = []
         self._closed = False
@@ -205,12 +137,9 @@ class Reader:
             for job, cost, kind in batch:
                 for span in job.spans:
                     self._crews[span.drive].note(span)
-                if job.key not in self._tickets and not isinstance(self._outcomes.get(job.key), Landed):
-                    self._outcomes.pop(job.key, None)
-                    self._tickets[job.key] = _Ticket(job, kind, now, cost)
-                    if job.priority is Priority.DEMAND:
-                        self._barriers[job.barrier] += 1
-                    self._queue(job)
+                if job.key not in self._tickets and not self._outcomes.landed(job.key):
+                    self._outcomes.forget(job.key)
+                    self._admission.enter(Ticket(job, kind, now, cost))
                 elif job.priority is Priority.DEMAND:
                     self._promote([job.key], job.barrier)
             self._admit()
@@ -221,7 +150,7 @@ class Reader:
             self._must_be_open()
             keys = list(dict.fromkeys(keys))
             self._promote(keys, barrier)
-            return [k for k in keys if k not in self._tickets and not isinstance(self._outcomes.get(k), Landed)]
+            return [k for k in keys if k not in self._tickets and not self._outcomes.landed(k)]
 
     def cancel(self, keys: Iterable[Key]) -> None:
         """Nobody wants these any more, landed ones included. Unknown keys are no error: they may just have ended."""
@@ -231,7 +160,7 @@ class Reader:
             keys = list(dict.fromkeys(keys))
             self._drop(keys)
             for key in keys:
-                self._forget(key)
+                self._outcomes.forget(key)
             self._admit()
             self._landed.notify_all()
 
@@ -275,16 +204,15 @@ class Reader:
 
     def judge(self, key: Key, fate: Fate) -> None:
         """Whoever took a prefetch that had landed tells what became of it."""
-        if self._guess is not None:
-            self._guess(key, fate, nan, -1)
+        self._outcomes.tell(key, fate)
 
-    def counts(self) -> tuple[dict[str, Counts], dict[str, Counts]]:
+    def counts(self) -> tuple[dict[str, ReadCounts], dict[str, ReadCounts]]:
         """What was read so far, by drive and by kind (`demand`, `prefetch`, `check`, and what `kind_of` says)."""
         with self._lock:
             drives = {name: replace(crew.counts) for name, crew in self._crews.items()}
-            kinds: dict[str, Counts] = {}
+            kinds: dict[str, ReadCounts] = {}
             for (_, kind), counts in self._kinds.items():
-                kinds.setdefault(kind, Counts()).merge(counts)
+                kinds.setdefault(kind, ReadCounts()).merge(counts)
             return drives, kinds
 
     def last_failures(self) -> dict[str, str]:
@@ -327,15 +255,9 @@ class Reader:
         """AssertionError where a count does not fit what it counts."""
         with self._lock:
             self._scheduler.audit()
-            tickets = self._tickets.values()
-            assert self._promised == sum(t.cost for t in tickets if t.admitted and not t.leased)
-            assert {p[2] for p in self._pending} == {k for k, t in self._tickets.items() if not t.admitted}
-            assert self._demand_live == sum(t.admitted and t.job.priority is Priority.DEMAND for t in tickets)
-            assert self._barriers == Counter(t.job.barrier for t in tickets if t.job.priority is Priority.DEMAND)
-            assert self._guesses.keys() <= self._outcomes.keys()
-            if not self._tickets:
-                assert not self._promised
-                assert self._scheduler.idle == (not self._leases)
+            self._admission.audit()
+            self._outcomes.audit()
+            assert self._tickets or self._scheduler.idle == (not self._leases)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> int:
         """Cancel everything, wait a little for reads under way, close the devices. Returns how many reads hang."""
@@ -344,8 +266,7 @@ class Reader:
                 self._closed = True
                 if self._broken is None:
                     self._drop(list(self._tickets))
-                for key in list(self._outcomes):
-                    self._forget(key)
+                self._outcomes.forget_all()
                 for crew in self._crews.values():
                     crew.dismiss()
                 self._landed.notify_all()
@@ -387,22 +308,15 @@ class Reader:
         if self._closed:
             raise StorageError("the drives are closed: nothing can be read any more")
 
-    def _queue(self, job: Job) -> None:
-        """The job waits for memory."""
-        self._arrivals += 1
-        rank = job.barrier if job.priority is Priority.DEMAND else GUESS
-        insort(self._pending, (rank, self._arrivals, job.key))
-
     def _collect(self, left: dict[Key, None]) -> list[Outcome]:
         """Take what has come of these keys."""
         self._must_be_open()
         ready: list[Outcome] = []
         for key in list(left):
-            outcome = self._outcomes.pop(key, None)
+            outcome = self._outcomes.take(key)
             if outcome is None and key not in self._tickets:
                 outcome = Dropped(key)
             if outcome is not None:
-                self._settle(key, Fate.TAKEN)
                 ready.append(outcome)
                 del left[key]
         return ready
@@ -416,64 +330,36 @@ class Reader:
     def _admit(self) -> None:
         """Give the scheduler what there is room for, in order: demand first, and never behind guesses."""
         batch: list[Job] = []
-        slots = self._scheduler.policy.max_demand_jobs - self._demand_live
-        while self._pending and self._pending[0][0] < GUESS and slots > 0:
-            ticket = self._tickets[self._pending[0][2]]
-            if not self._fits(ticket.cost, for_demand=True):
-                break
-            slots -= 1
-            self._demand_live += 1
-            del self._pending[0]
-            batch.append(self._let_in(ticket))
-        guesses = [self._tickets[p[2]] for p in self._pending if p[0] >= GUESS]
-        if guesses:
-            self._pending = [p for p in self._pending if p[0] < GUESS]
-        for ticket in guesses:
-            if self._fits(ticket.cost, for_demand=False):
-                batch.append(self._let_in(ticket))
+        while (demand := self._admission.next_demand()) is not None and self._make_room(demand):
+            batch.append(self._admission.let_in(demand))
+        for guess in self._admission.waiting_guesses():
+            if self._admission.fits(guess):
+                batch.append(self._admission.let_in(guess))
             else:
-                self._end(Dropped(ticket.job.key))
+                self._end(Dropped(guess.job.key))
         if batch:
             self._handle(Submit(tuple(batch)))
 
-    def _let_in(self, ticket: _Ticket) -> Job:
-        ticket.admitted = True
-        self._promised += ticket.cost
-        return ticket.job
-
-    def _fits(self, cost: int, for_demand: bool) -> bool:
-        """Is there room for a buffer, if need be after guesses have made it?"""
-        if cost <= self._free_bytes or not for_demand:
-            return cost <= self._free_bytes
-        while self._guesses and cost > self._free_bytes:
-            self._forget(next(iter(self._guesses)))
-        if cost > self._free_bytes:
-            guesses = [k for k, t in self._tickets.items() if t.job.priority is Priority.PREFETCH and t.admitted]
-            self._drop(guesses)
-        return cost <= self._free_bytes
-
-    @property
-    def _free_bytes(self) -> int:
-        return self.pool.limit_bytes - self.pool.in_use - self._promised
+    def _make_room(self, demand: Ticket) -> bool:
+        """Is there room for its buffer, if need be after guesses have made it?"""
+        guesses = self._outcomes.guesses
+        while guesses and not self._admission.fits(demand):
+            self._outcomes.forget(next(iter(guesses)))
+        if not self._admission.fits(demand):
+            self._drop([key for key, ticket in self._tickets.items() if ticket.guess and ticket.admitted])
+        return self._admission.fits(demand)
 
     def _promote(self, keys: Iterable[Key], barrier: int) -> None:
         live = []
         for key in keys:
-            self._settle(key, Fate.NEEDED, barrier)
+            self._outcomes.need(key, barrier)
             ticket = self._tickets.get(key)
-            if ticket is None or ticket.job.priority is Priority.DEMAND:
+            if ticket is None or not ticket.guess:
                 continue
-            if self._guess is not None:
-                self._guess(key, Fate.NEEDED, ticket.queued, barrier)
-            ticket.job = replace(ticket.job, priority=Priority.DEMAND, barrier=barrier)
-            ticket.late = True
-            self._barriers[barrier] += 1
+            self._outcomes.tell(key, Fate.NEEDED, ticket.queued, barrier)
+            self._admission.promote(ticket, barrier)
             if ticket.admitted:
-                self._demand_live += 1
                 live.append(key)
-            else:
-                self._pending = [p for p in self._pending if p[2] != key]
-                self._queue(ticket.job)
         if live:
             self._handle(Promote(tuple(live), barrier))
 
@@ -485,49 +371,22 @@ class Reader:
             if ticket is not None and ticket.admitted:
                 live.append(key)
             elif ticket is not None:
-                self._pending = [p for p in self._pending if p[2] != key]
                 self._end(Dropped(key))
         if live:
             self._handle(Cancel(tuple(live)))
 
-    def _forget(self, key: Key) -> None:
-        """Throw away an outcome that nobody has taken."""
-        outcome = self._outcomes.pop(key, None)
-        self._settle(key, Fate.UNUSED)
-        if isinstance(outcome, Landed):
-            self.pool.give(outcome.buffer)
-
-    def _settle(self, key: Key, fate: Fate, barrier: int = -1) -> None:
-        """If this is a prefetch that has landed, it is none any more."""
-        queued = self._guesses.pop(key, None)
-        if queued is not None and self._guess is not None:
-            self._guess(key, fate, queued, barrier)
-
     def _end(self, outcome: Outcome) -> None:
-        """A job is over."""
-        ticket = self._tickets.pop(outcome.key)
-        guess = ticket.job.priority is Priority.PREFETCH
-        if ticket.admitted:
-            self._demand_live -= not guess
-            if not ticket.leased:
-                self._promised -= ticket.cost
-        if not guess:
-            self._leave(ticket.job.barrier, outcome)
-        if isinstance(outcome, Landed) or not guess:
-            self._outcomes[outcome.key] = outcome
-            if guess:
-                self._guesses[outcome.key] = ticket.queued
-        elif self._guess is not None:
-            self._guess(outcome.key, Fate.DROPPED, ticket.queued, ticket.job.barrier)
+        """A job is over. Where it was the last demand of its barrier, and has landed, so was the drive of its last
+        slice."""
+        ticket = self._admission.leave(outcome.key)
+        landed = isinstance(outcome, Landed)
+        if ticket.guess and not landed:
+            self._outcomes.tell(outcome.key, Fate.DROPPED, ticket.queued, ticket.job.barrier)
+        else:
+            self._outcomes.add(outcome, ticket.queued if ticket.guess else None)
+        if isinstance(outcome, Landed) and not ticket.guess and not self._admission.awaits(ticket.job.barrier):
+            self._crews[outcome.pieces[-1].drive].counts.landed_last += 1
         self._landed.notify_all()
-
-    def _leave(self, barrier: int, outcome: Outcome) -> None:
-        """A demand job is over: if it was the last of its barrier and has landed, the drive of its last slice was."""
-        self._barriers[barrier] -= 1
-        if not self._barriers[barrier]:
-            del self._barriers[barrier]
-            if isinstance(outcome, Landed):
-                self._crews[outcome.pieces[-1].drive].counts.landed_last += 1
 
     # --- what the scheduler says; with the lock held ---
 
@@ -566,9 +425,7 @@ class Reader:
         buffer = self._leases.get(part.lease)
         if buffer is None:
             buffer = self._leases[part.lease] = self.pool.take(part.job_bytes, part.phase, ticket.job.room)
-            if not ticket.leased:
-                ticket.leased = True
-                self._promised -= ticket.cost
+            self._admission.lease(ticket)
         view = buffer.view[part.start : part.start + part.length]
         kind = ticket.kind or part.priority.name.lower()
         self._crews[part.drive].send(Errand(part, view, None, kind, ticket.queued))
@@ -581,7 +438,7 @@ class Reader:
             crew.counts.add(errand, report)
             if report.fault is not None and not isinstance(report.event, Completed):
                 crew.last_failure = errand.failure(report.fault, report.event.detail)
-            self._kinds.setdefault((crew.spec.name, errand.kind), Counts()).add(errand, report)
+            self._kinds.setdefault((crew.spec.name, errand.kind), ReadCounts()).add(errand, report)
             if errand.slice is not None and report.fault is None:
                 crew.credit(errand.slice)
             crew.waiting += 1

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.drives.crew import Fate, Trace
+from runtime.drives.crew import ReadRecord
 from runtime.drives.jobs import Fault, Key, Kind, Priority
+from runtime.drives.outcomes import Fate
 from runtime.errors import UsageError
 from runtime.home import whole
 
@@ -115,7 +116,7 @@ class TraceLog:
         """Memory of a log that is full."""
         return limit * (ROW.itemsize + GUESS.itemsize)
 
-    def slice(self, trace: Trace) -> None:
+    def slice(self, trace: ReadRecord) -> None:
         """A read has ended."""
         part = trace.slice
         row = (

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import Buffer
 from runtime.drives.jobs import Job, Span
-from runtime.drives.reader import Landed, Lost, Reader
+from runtime.drives.outcomes import Landed, Lost
+from runtime.drives.reader import Reader
 from runtime.errors import StorageError
 from runtime.ops import Ops
 from runtime.progress import Pulse

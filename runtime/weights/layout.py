@@ -13,7 +13,7 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import BufferPool
-from runtime.drives.crew import Counts, Verify
+from runtime.drives.crew import ReadCounts, Verify
 from runtime.drives.device import Device
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify
@@ -237,7 +237,7 @@ class Drives:
         assert self.reader is not None
         return TrunkReads(self._checkpoint, self.reader, self._trunk_on)
 
-    def counts(self) -> tuple[dict[str, Counts], dict[str, Counts], dict[str, str]]:
+    def counts(self) -> tuple[dict[str, ReadCounts], dict[str, ReadCounts], dict[str, str]]:
         """By drive, by kind, and the mode of each drive."""
         assert self.reader is not None
         return *self.reader.counts(), self.reader.modes()

@@ -15,9 +15,9 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.drives.buffers import Buffer
-from runtime.drives.crew import Fate
 from runtime.drives.jobs import Job, Priority
-from runtime.drives.reader import Landed, Lost, Reader
+from runtime.drives.outcomes import Fate, Landed, Lost
+from runtime.drives.reader import Reader
 from runtime.drives.waits import DEMAND, Waits
 from runtime.errors import StorageError
 from runtime.weights.checks import ReadChecks
