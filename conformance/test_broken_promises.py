@@ -18,6 +18,7 @@ from matrix import FACTORS, Prompt, Site
 from mutation import Edit, mutated
 from trouble import Turns
 
+from benchmarks.rejected.sums import in_order_of_arrival
 from runtime.drives.crew import Crew
 from runtime.model.k3 import K3
 from runtime.ops.cpu import CpuOps
@@ -75,41 +76,20 @@ def in_cell(backend: str = "cpu", **settings: Value) -> Callable[[Site], None]:
     return check
 
 
+IN_ORDER_OF_ARRIVAL = f"""\
+from {in_order_of_arrival.__module__} import in_order_of_arrival
+    ids, weights = in_order_of_arrival(outputs, ids, weights)
+    """
 ARRIVAL: dict[str, Value] = {"drives": 2, "delays": "random", "cache": "one top-k"}
 
 BROKEN = {
     "sums in the order of arrival, cpu": Broken(
-        (
-            Edit(
-                CpuOps,
-                "combine",
-                (
-                    (
-                        "for t, chosen in enumerate(ids.tolist()):",
-                        "arrived = list(outputs)\n"
-                        "    for t, chosen in enumerate(ids.tolist()):\n"
-                        "        order = sorted(range(len(chosen)), key=lambda j: arrived.index(chosen[j]))\n"
-                        "        weights[t], chosen = weights[t, order], [chosen[j] for j in order]",
-                    ),
-                ),
-            ),
-        ),
+        (Edit(CpuOps, "combine", (("next_row = {", f"{IN_ORDER_OF_ARRIVAL}next_row = {{"),)),),
         in_cell(**ARRIVAL),
         OTHER_BITS,
     ),
     "sums in the order of arrival, reference": Broken(
-        (
-            Edit(
-                ReferenceOps,
-                "combine",
-                (
-                    (
-                        "zip(row_ids, row_weights, strict=True)",
-                        "sorted(zip(row_ids, row_weights, strict=True), key=lambda pair: list(outputs).index(pair[0]))",
-                    ),
-                ),
-            ),
-        ),
+        (Edit(ReferenceOps, "combine", (("seen = ", f"{IN_ORDER_OF_ARRIVAL}seen = "),)),),
         in_cell("reference", **ARRIVAL),
         OTHER_BITS,
     ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.checkpoint.manifest import Table
-from runtime.drives.jobs import Job
+from runtime.drives.jobs import Job, Span
 from runtime.drives.plan import fluid_bound, joint_rate
 from runtime.drives.virtual import VirtualDrive, World
 from runtime.forecast.supply import Supply
@@ -38,6 +38,10 @@ class Rung:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(d.name for d in self.drives)
+
+    def spans(self, row: int, layer: int, expert: int) -> tuple[Span, ...]:
+        """Every copy of an expert; `layer` is the model's number of its MoE layer, `row` counts these."""
+        return tuple(d.copies.span(layer, expert) for d in self.drives if d.copies.here[row, expert])
 
     @property
     def held(self) -> Table:
@@ -113,17 +117,10 @@ class Reading:
 
     def barrier(self, row: int, experts: Sequence[int]) -> tuple[float, str]:
         """Read these experts of a layer; (seconds, the drive whose read landed last)."""
-        world, layer, drives = self.world, self._layers[row], self._rung.drives
+        world, layer = self.world, self._layers[row]
         began, self._barriers = world.now, self._barriers + 1
         world.log.clear()
-        jobs = [
-            Job(
-                (layer, e),
-                tuple(d.copies.span(layer, e) for d in drives if d.copies.here[row, e]),
-                barrier=self._barriers,
-            )
-            for e in experts
-        ]
+        jobs = [Job((layer, e), self._rung.spans(row, layer, e), barrier=self._barriers) for e in experts]
         world.submit(jobs)
         world.run(waiting_for=[job.key for job in jobs])
         for landing in world.log:
