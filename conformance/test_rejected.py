@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.rejected import __main__ as rejected
-from benchmarks.rejected import page_cache, tiles
+from benchmarks.rejected import reading, tiles
 from benchmarks.rejected.caches import CACHED_TOKENS, LeastRecentlyUsed, misses
 from benchmarks.rejected.dispatch import EqualStripes
 from benchmarks.rejected.guesses import waited_s
@@ -21,6 +21,7 @@ from runtime.drives import real
 from runtime.drives.jobs import MIB, Job, Priority
 from runtime.drives.plan import fluid_bound
 from runtime.drives.virtual import VirtualDrive
+from runtime.errors import UsageError
 from runtime.weights.worth import Worth
 
 LEAST_RATIO = {
@@ -36,7 +37,7 @@ LEAST_RATIO = {
     "prefill-tiles": 6.5,
     "sums-on-arrival": ORDERS,
 }
-"""What the ideas cost, a little rounded down: other drawn routes must not matter. Not of `page-cache`: it is timed."""
+"""What the ideas cost, a little rounded down: other drawn routes must not matter. Not of those that are timed."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def trial() -> Trial:
 def test_every_idea_stands_in_the_catalogue_in_this_order() -> None:
     text = (ROOT / "docs/rejected.md").read_text()
     assert re.findall(r"^python -m benchmarks.rejected (\S+)$", text, re.MULTILINE) == list(rejected.IDEAS)
-    assert LEAST_RATIO.keys() == rejected.IDEAS.keys() - {"page-cache"}
+    assert LEAST_RATIO.keys() == rejected.IDEAS.keys() - {"page-cache", "small-pages"}
 
 
 @pytest.mark.parametrize("name", LEAST_RATIO)
@@ -101,26 +102,33 @@ def test_the_order_of_arrival_is_each_rows_own() -> None:
     assert with_them.tolist() == [[0.2, 0.1, 0.3], [0.5, 0.2, 0.3]]
 
 
-def test_both_ways_of_reading_read_every_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "EXPERT_BYTES", 3 * 4096 + 5)
-    page_cache.write_experts(tmp_path / page_cache.FILE)
-    if real.RealDevice("model", tmp_path).mode != "direct":
-        pytest.skip("no direct reads where tests have their files")
-    direct, buffered = page_cache.devices(tmp_path)
-    assert (direct.mode, buffered.mode) == ("direct", "buffered: this system has no direct reads")
+def test_every_way_of_reading_reads_every_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "EXPERT_BYTES", 3 * 4096 + 5)
+    monkeypatch.setattr(reading, "ROUNDS", 2)
     read: list[tuple[str, int]] = []
-    monkeypatch.setattr(real.RealDevice, "read", lambda device, _, at, into: read.append((device.name, at)))
-    page_cache.read_all(direct)
-    page_cache.read_all(buffered)
-    places = [n * page_cache.EXPERT_BYTES for n in range(page_cache.FILE_EXPERTS)]
-    assert read == [(name, at) for name in ("direct", "buffered") for at in places]
+    plainly = real.RealDevice.read
+
+    def noted(device: real.RealDevice, file: str, at: int, into: memoryview) -> int:
+        read.append((device.mode.partition(":")[0], at))
+        return plainly(device, file, at, into)
+
+    monkeypatch.setattr(real.RealDevice, "read", noted)
+    places = [n * reading.EXPERT_BYTES for n in range(reading.FILE_EXPERTS)]
+    try:
+        for idea, modes in ((reading.page_cache, ("direct", "buffered")), (reading.small_pages, ("direct", "direct"))):
+            read.clear()
+            idea(Trial(work=tmp_path))
+            assert read == [(mode, at) for mode in modes for at in places] * reading.ROUNDS
+    except UsageError as error:
+        pytest.skip(str(error))
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_says_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(real, "O_DIRECT", 0)
-    monkeypatch.setattr(page_cache, "EXPERT_BYTES", 4096)
+    monkeypatch.setattr(reading, "EXPERT_BYTES", 4096)
     np.save(tmp_path / "routes.npy", np.tile(np.arange(TOP_K), (20, len(LAYERS), 1)))
     line = ["prefill-tiles", "page-cache", "--routes", str(tmp_path / "routes.npy"), "--work", str(tmp_path)]
     assert rejected.main([*line, "--json", str(tmp_path / "out.json")]) == 0

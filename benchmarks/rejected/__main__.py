@@ -19,7 +19,7 @@ from tabulate import tabulate
 
 from benchmarks import arms, surroundings
 from benchmarks.records import Record, failed
-from benchmarks.rejected import caches, dispatch, guesses, page_cache, sums, tiles
+from benchmarks.rejected import caches, dispatch, guesses, reading, sums, tiles
 from benchmarks.rejected.trial import MACHINE, PROMPT, TOKENS, Outcome, Trial
 from runtime.commands.arguments import output_file
 from runtime.commands.terminal import progress
@@ -40,7 +40,8 @@ IDEAS: dict[str, Callable[[Trial], Outcome]] = {
         guesses.unbounded_prefetch,
         caches.cache_below_a_layer,
         caches.least_recently_used,
-        page_cache.page_cache,
+        reading.page_cache,
+        reading.small_pages,
         tiles.prefill_tiles,
         sums.sums_on_arrival,
     )
