@@ -132,6 +132,9 @@ class NoOps:
         """As it came."""
         return packed
 
+    def finish(self, expert: PackedExpert) -> None:
+        """Nothing is computed."""
+
 
 class Watch(TraceLog):
     """Of each read only when it began and when it ended, by drive."""

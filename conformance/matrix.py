@@ -34,7 +34,7 @@ from runtime.generate.plan import LONGEST_CHUNK
 from runtime.home import home
 from runtime.ops import cpu
 from runtime.weights.division import EMBEDDING, LEAST_BLOCKS, Divider, Division
-from runtime.weights.experts import COPYING, ExpertStore
+from runtime.weights.experts import ExpertStore
 from runtime.weights.layout import Drives, Layout
 from runtime.weights.placement import MODEL
 from runtime.weights.prefetch import Prefetch
@@ -344,9 +344,8 @@ def check_books(engine: Engine, victim: str = "") -> None:
         time.sleep(0.005)
     reader.audit()
     assert stats.peak_bytes <= engine.experts.budget_bytes
-    if engine.ops.name not in COPYING:
-        held = reader.pool.in_use
-        assert held <= stats.bytes_held if victim else held == stats.bytes_held, "a buffer is nobody's"
+    held = reader.pool.in_use
+    assert held <= stats.bytes_held if victim else held == stats.bytes_held, "a buffer is nobody's"
     assert stats.hits + stats.misses == stats.wanted
     assert all(nbytes >= 0 for nbytes in (*asdict(guesses).values(), guesses.open))
     counts, kinds, _ = drives.counts()

@@ -515,6 +515,28 @@ def test_buffers_ask_for_huge_pages_and_for_no_more_memory_than_they_have() -> N
     assert rss * 1024 <= len(view) + 2 * HUGE
 
 
+def test_memory_somebody_else_makes_serves_at_any_address_and_is_left_to_him() -> None:
+    made: list[bytearray] = []
+
+    def make(nbytes: int) -> memoryview:
+        made.append(bytearray(nbytes + 3))
+        return memoryview(made[-1])[3:]
+
+    pool = BufferPool(1_000_000, 4096, make)
+    for _ in range(2):
+        buffers = [pool.take(200_000, phase) for phase in (0, 8, 4095)]
+        for buffer, phase in zip(buffers, (0, 8, 4095), strict=True):
+            assert address(buffer.view) % 4096 == phase
+            assert buffer.view.nbytes == 200_000
+            buffer.release()
+    assert len(made) == pool.made == 3
+    del buffer, buffers
+    pool.resize(0)
+    assert pool.held_bytes == 0
+    for area in made:
+        area.clear()  # BufferError while somebody has a view of it
+
+
 def test_a_warm_pool_makes_no_more_buffers() -> None:
     pool = BufferPool(2_000_000)
     pool.warm(300_000, 100)

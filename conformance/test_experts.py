@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.errors import DoesNotFitError
 from runtime.ops.reference import ReferenceOps
 from runtime.weights.experts import ExpertStore, staging_floor
+from runtime.weights.reads import PlainReads
 
 LAYER = 1
 
@@ -106,6 +108,41 @@ def test_the_budget_holds_at_every_moment(checkpoint: Checkpoint, budget: int) -
     assert stats.reads == stats.misses
     assert stats.bytes_read == stats.reads * checkpoint.expert_nbytes
     assert checkpoint.bytes_read >= stats.bytes_read
+
+
+class Late(ReferenceOps):
+    """Computes late: of an expert that has been taken, `finish` says when its bytes are no longer looked at."""
+
+    def __init__(self, said: list[tuple[str, int]]) -> None:
+        self.said = said
+
+    def finish(self, expert: PackedExpert) -> None:
+        self.said.append(("finished", expert.w1_packed[0, 0]))
+
+
+class Lending(PlainReads):
+    """Wants every expert's bytes back."""
+
+    def __init__(self, checkpoint: Checkpoint, said: list[tuple[str, int]]) -> None:
+        super().__init__(checkpoint)
+        self.said = said
+
+    def landed(self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None) -> Any:
+        for arrival in super().landed(layer, experts, pulse):
+            name = ("released", arrival.packed.w1_packed[0, 0])
+            yield arrival._replace(release=lambda name=name: self.said.append(name))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_bytes_are_given_back_when_the_backend_has_finished_with_them(checkpoint: Checkpoint, reuse: bool) -> None:
+    said: list[tuple[str, int]] = []
+    budget = 4 * checkpoint.expert_nbytes
+    experts = ExpertStore(checkpoint, Late(said), budget, reuse, Lending(checkpoint, said))
+    take(experts, *range(9))
+    assert len(said) == 2 * (5 if reuse else 9)
+    finished, released = said[0::2], said[1::2]
+    assert [what for what, _ in finished] == ["finished"] * len(finished)
+    assert released == [("released", byte) for _, byte in finished]
 
 
 def test_without_reuse_nothing_is_kept_even_after_a_stop_in_the_middle(checkpoint: Checkpoint) -> None:

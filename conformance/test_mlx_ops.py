@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert, decode
 from runtime.errors import UsageError
 
@@ -52,6 +53,12 @@ def bf16(x: F64) -> tuple[np.ndarray[Any, Any], F64]:
 def packed_matrix(rng: np.random.Generator, out: int, columns: int) -> tuple[Any, Any]:
     codes = rng.integers(0, 256, (out, columns // 2), dtype=np.uint8)
     return codes, rng.integers(121, 125, (out, columns // 32), dtype=np.uint8)
+
+
+def an_expert(rng: np.random.Generator, latent: int, width: int) -> PackedExpert:
+    return PackedExpert(
+        *packed_matrix(rng, width, latent), *packed_matrix(rng, latent, width), *packed_matrix(rng, width, latent)
+    )
 
 
 def sigma(x: F64) -> F64:
@@ -99,6 +106,23 @@ def test_linear_never_widens_a_whole_matrix(ops: Any, rng: np.random.Generator, 
     before = mx.get_active_memory()
     mx.eval(ops.linear(x, weight))
     assert mx.get_peak_memory() - before <= 6 * tile_bytes < 4 * weight.size
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_an_int8_matrix_is_multiplied_in_one_quantized_call_and_never_widened(
+    ops: Any, rng: np.random.Generator, monkeypatch: Any, rows: int
+) -> None:
+    values = rng.integers(-127, 128, (4096, 1024), dtype=np.int8)
+    x = array(normal(rng, rows, 1024))
+    weight = ops.int8_matrix(Int8Matrix(values, np.ones(4096, np.float16)))
+    calls, multiply = [], mx.quantized_matmul
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *a, **k: calls.append(k["bits"]) or multiply(*a, **k))
+    mx.eval(*weight[:3], x)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(ops.linear(x, weight))
+    assert calls == [8]
+    assert mx.get_peak_memory() - before < 4 * rows * 4096 + 10_000
 
 
 def test_embed(ops: Any, rng: np.random.Generator) -> None:
@@ -323,15 +347,75 @@ def test_latent_cache_grows_to_its_capacity_and_no_further(ops: Any, rng: np.ran
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_expert_mlp(ops: Any, rng: np.random.Generator, rows: int, linear_beta: float | None) -> None:
     latent, width = 64, 96
-    packed = PackedExpert(
-        *packed_matrix(rng, width, latent), *packed_matrix(rng, latent, width), *packed_matrix(rng, width, latent)
-    )
+    packed = an_expert(rng, latent, width)
     w1, w2, w3 = (decode(packed[i], packed[i + 1]) for i in (0, 2, 4))
     z = normal(rng, rows, latent)
     g, u = z @ w1.T, z @ w3.T
     up = u if linear_beta is None else linear_beta * np.tanh(u / linear_beta)
     wanted = (4.0 * np.tanh(g / 4.0) * sigma(g) * up) @ w2.T
     assert_close(ops.expert_mlp(array(z), ops.expert(packed), 4.0, linear_beta), wanted)
+
+
+def lent(packed: PackedExpert, start: int) -> tuple[memoryview, PackedExpert]:
+    """(memory of MLX's own, the expert's bytes in it, from `start` on)."""
+    read = b"".join(part.tobytes() for part in packed)
+    memory = backend.MlxOps.memory(start + len(read) + 100)
+    memory[start : start + len(read)] = read
+    data, ends = np.frombuffer(memory[start:], np.uint8), np.cumsum([part.size for part in packed])
+    parts = zip(packed, ends.tolist(), strict=True)
+    return memory, PackedExpert(*(data[end - part.size : end].reshape(part.shape) for part, end in parts))
+
+
+def place(part: Any) -> int:
+    """The address of an array's first byte."""
+    return int(np.asarray(memoryview(part)).ctypes.data)
+
+
+@pytest.mark.parametrize(("start", "alignment", "moved"), [(0, 4, 0), (4088, 4, 0), (4089, 4, 1), (4088, 16, 8)])
+def test_an_expert_is_used_where_it_was_read_to(
+    ops: Any, rng: np.random.Generator, monkeypatch: Any, start: int, alignment: int, moved: int
+) -> None:
+    monkeypatch.setattr(backend, "CODES_ALIGNMENT", alignment)
+    packed, z = an_expert(rng, 64, 96), array(normal(rng, 5, 64))
+    wanted = np.array(ops.expert_mlp(z, ops.expert(packed), 4.0, 25.0))
+    memory, borrowed = lent(packed, start)
+    places = [part.ctypes.data - moved for part in borrowed]
+    expert = ops.expert(borrowed)
+    assert [place(part) for part in expert[1:]] == places
+    assert (places[0] - place(memory)) % alignment == 0
+    np.testing.assert_array_equal(np.array(ops.expert_mlp(z, expert, 4.0, 25.0)), wanted)
+
+
+def test_neither_taking_an_expert_nor_computing_with_it_copies_its_bytes(ops: Any, rng: np.random.Generator) -> None:
+    z = array(normal(rng, 1, 256))
+    memory, borrowed = lent(an_expert(rng, 256, 4096), 4096)
+    mx.eval(z)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(ops.expert_mlp(z, ops.expert(borrowed), 4.0, 25.0))
+    assert mx.get_peak_memory() - before < borrowed.w2_packed.nbytes < memory.nbytes // 3
+
+
+def test_the_bytes_of_an_expert_may_change_once_it_is_finished(ops: Any, rng: np.random.Generator) -> None:
+    packed, z = an_expert(rng, 256, 2048), array(normal(rng, 64, 256))
+    wanted = np.array(ops.expert_mlp(z, ops.expert(packed), 4.0, 25.0))
+    memory, borrowed = lent(packed, 0)
+    expert = ops.expert(borrowed)
+    output = ops.expert_mlp(z, expert, 4.0, 25.0)  # takes milliseconds
+    ops.finish(expert)
+    memory[:] = bytes(memory.nbytes)
+    np.testing.assert_array_equal(np.array(output), wanted)
+    ops.finish(expert)  # nothing is left to wait for
+
+
+def test_outputs_are_kept_for_no_longer_than_something_is_under_way(ops: Any, rng: np.random.Generator) -> None:
+    memory, borrowed = lent(an_expert(rng, 64, 96), 0)
+    expert, z = ops.expert(borrowed), array(normal(rng, 400, 64))
+    before = mx.get_active_memory()
+    ops.expert_mlp(z, expert, 4.0, 25.0)
+    ops.route(mx.zeros((1, 8)), mx.zeros(8), 2, True, 1.0)
+    assert mx.get_active_memory() - before < 400 * 64 * 4
+    assert memory.nbytes
 
 
 @pytest.mark.parametrize("scale_byte", [0, 1, 2, 127, 252, 253, 254])

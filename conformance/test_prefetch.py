@@ -156,17 +156,8 @@ def test_on_the_other_backends(backend: str, tiny: Path) -> None:
     for prefetch in (False, True):
         with Engine.load(tiny, backend=backend, layout=simulated(2), prefetch=prefetch) as engine:
             answers.append(outcome(engine.session().generate([1, 2, 3, 4, 5], 6, logits_hash=True)))
-            guesses, drives = engine.experts.stats.guesses, engine.drives
-            assert (guesses.issued > 0) == prefetch
-            if backend == "mlx":
-                assert drives is not None
-                reader = drives.reader
-                assert reader is not None
-                until(lambda: reader.idle)  # noqa: B023
-                left = len(engine.experts._guessed) * engine.experts._reads.unit_bytes
-                assert reader.pool.in_use <= left, "what was copied is given back"
-            else:
-                accounts_close(engine)
+            assert (engine.experts.stats.guesses.issued > 0) == prefetch
+            accounts_close(engine)
     assert answers[0] == answers[1]
 
 

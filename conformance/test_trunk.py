@@ -31,7 +31,6 @@ from runtime.setup.synth import synthesize
 from runtime.weights import layout as arrangement
 from runtime.weights.ahead import row_blocks
 from runtime.weights.division import EMBEDDING, IN_A_PASS, Divider
-from runtime.weights.experts import COPYING
 from runtime.weights.layout import Layout
 from runtime.weights.stream import HEAD
 from runtime.weights.trunk import is_vector
@@ -122,7 +121,7 @@ def settled(engine: Engine) -> None:
             break
         time.sleep(0.01)
     reader.audit()
-    experts = 0 if engine.ops.name in COPYING else engine.experts.stats.bytes_held
+    experts = engine.experts.stats.bytes_held
     assert 0 <= reader.pool.in_use - experts <= engine.plan.trunk.room_bytes
     if stream is not None:
         stream.close()

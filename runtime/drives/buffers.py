@@ -10,6 +10,7 @@ for one and how many (`reader.py`); the pool only counts.
 On Linux buffers lie in huge pages, several side by side, so that few are left over at their ends. A request to a disk
 may name only so many places in memory, and scattered small pages cut a read into short requests: on a virtual disk the
 same reads came at 1.1 to 1.9 GB/s, depending on where the pages happened to lie, and at 2.7 GB/s into huge ones.
+Whoever computes with the bytes where they land may make the memory himself; then each buffer has its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ HUGE = 2 << 20
 HAS_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 SLAB_BYTES = 256 << 20
 """Buffers are cut from stretches of about this size where there are huge pages; else each has its own."""
+Make = Callable[[int], memoryview]
+"""Makes writable memory of so many bytes, at any address."""
 GRAIN = 64 << 10
 """Capacities are multiples of this, so that buffers of nearly one size serve each other."""
 
@@ -95,8 +98,10 @@ class BufferPool:
     Safe to call from several threads at once; nothing here waits.
     """
 
-    def __init__(self, limit_bytes: int, alignment: int = mmap.PAGESIZE) -> None:
+    def __init__(self, limit_bytes: int, alignment: int = mmap.PAGESIZE, make: Make | None = None) -> None:
+        """make: where the memory of a buffer comes from; None: mapped afresh, in huge pages where there are some."""
         self.limit_bytes, self.alignment = limit_bytes, alignment
+        self._own = make
         self.after_release: Callable[[], None] = _nothing
         """Called when somebody has released a buffer: there is room."""
         self.in_use = 0
@@ -178,19 +183,20 @@ class BufferPool:
 
     def _make(self, capacity: int) -> memoryview:
         """Memory for one buffer, cut from a stretch that is mapped for several."""
+        self.made += 1
+        if self._own is not None:
+            return self._own(capacity)
         untouched = self._untouched.setdefault(capacity, [])
         if not untouched:
             count = max(1, min(SLAB_BYTES, self.limit_bytes) // capacity) if HAS_HUGE else 1
             slab = fresh(count * capacity)
             untouched += [slab[n * capacity :][:capacity] for n in reversed(range(count))]
-        self.made += 1
         return untouched.pop()
 
     def _unmake(self, memory: memoryview) -> None:
         """Let go of a buffer's memory: its pages go back to the system, its place can be used again."""
-        area = memory.obj
-        assert isinstance(area, mmap.mmap)
-        if len(area) >= 2 * memory.nbytes:  # alone in its area it is unmapped with the last view of it
+        area = memory.obj  # alone there, it goes with the last view of it
+        if isinstance(area, mmap.mmap) and len(area) >= 2 * memory.nbytes:
             area.madvise(mmap.MADV_DONTNEED, address(memory) - address(memoryview(area)), memory.nbytes)
             self._untouched[memory.nbytes].append(memory)
 

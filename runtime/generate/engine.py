@@ -32,7 +32,7 @@ from runtime.ops import Ops, make_ops
 from runtime.progress import Progress
 from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
-from runtime.weights.experts import COPYING, ExpertStore, staging_floor
+from runtime.weights.experts import ExpertStore
 from runtime.weights.heat import Heat
 from runtime.weights.layout import SMALL_BYTES, Drives, Layout, open_drives
 from runtime.weights.prefetch import Prefetch
@@ -40,7 +40,7 @@ from runtime.weights.reads import PlainReads, Reads
 from runtime.weights.trunk import Precision, Trunk
 
 GUESSED_LAYERS = 4
-"""As many experts as so many layers' top-k may be guessed at once; one layer's, where experts are copied."""
+"""As many experts as so many layers' top-k may be guessed at once."""
 
 
 Announce = Callable[[Checkpoint, MemoryPlan, "Drives | None", ReadChecks], None]
@@ -225,18 +225,14 @@ class Engine:
             tokens = None if prompt is None else prompt(checkpoint, tokenizer)
             drives = open_drives(checkpoint, layout, trace)
             checks = ReadChecks.open(checkpoint, verify_reads, layout.paths(checkpoint.path))
-            staging = 0 if drives is None else staging_floor(checkpoint, drives.unit_bytes)
-            copies = backend in COPYING
             unguided = _why_not(checkpoint, drives, reuse, prefetch)
-            guesses = 0 if unguided else checkpoint.config.num_experts_per_token * (1 if copies else GUESSED_LAYERS)
-            if copies and drives is not None:
-                staging += guesses * drives.unit_bytes
+            guesses = 0 if unguided else checkpoint.config.num_experts_per_token * GUESSED_LAYERS
             threads = default_threads() if threads is None else threads
             wanted = Wanted(backend, threads, context, tokens, chunk, memory, expert_cache, trunk, reuse, snapshots)
             reading = checks.nbytes + (0 if timeline is None else timeline.nbytes)
             supply = Supply(reading=reading)
             if drives is not None:
-                reading += drives.extra_bytes + staging * copies
+                reading += drives.extra_bytes
                 supply = Supply(drives.unit_bytes, reading, True, drives.alignment, drives.hedges)
             plan = make_plan(checkpoint, wanted, supply)
             if announce is not None:
@@ -245,8 +241,8 @@ class Engine:
             if drives is None:
                 reads: Reads = PlainReads(checkpoint, checks)
             else:
-                budget, verify = staging if copies else plan["expert_cache"], checks if checks.active else None
-                reads = drives.start(budget, verify, guesses, plan.trunk.buffer_bytes)
+                verify = checks if checks.active else None
+                reads = drives.start(plan["expert_cache"], verify, guesses, plan.trunk.buffer_bytes, ops.memory)
             experts = ExpertStore(checkpoint, ops, plan["expert_cache"], reuse, reads, Heat.load(checkpoint))
             if guesses and not experts.guess_limit:
                 unguided = "the expert cache holds one layer's experts and no more"

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
+from runtime.drives.buffers import Make
 from runtime.errors import UsageError
 
 Array: TypeAlias = Any
@@ -103,6 +104,11 @@ class Ops(Protocol):
 
     name: str
 
+    @property
+    def memory(self) -> Make | None:
+        """Makes the memory that `expert` uses where it is; None where any will do."""
+        ...
+
     @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
         """Bytes that calls may hold at one moment beside their arguments and results, some 100 kB left out.
@@ -135,7 +141,15 @@ class Ops(Protocol):
         ...
 
     def expert(self, packed: PackedExpert) -> Weight:
-        """A routed expert for `expert_mlp`, still packed. May alias the bytes it is given."""
+        """A routed expert for `expert_mlp`, still packed. May alias the bytes it is given.
+
+        In memory of `memory` it always does, where the six parts lie there back to back, and may move them by a few
+        bytes towards the beginning of that memory.
+        """
+        ...
+
+    def finish(self, expert: Weight) -> None:
+        """Return when what was computed with the expert no longer looks at its bytes: they may change from then on."""
         ...
 
     # -- rows -------------------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ class CpuOps:
     """`runtime.ops.Ops` over NumPy and Numba. One object may be used by one thread at a time."""
 
     name = "cpu"
+    memory = None
 
     def __init__(self, threads: int = 1) -> None:
         """Compiles the kernels (first time) or loads them. `threads` counts the calling one."""
@@ -173,6 +174,9 @@ class CpuOps:
             for name, scale in zip(("w1", "w2", "w3"), scales, strict=True):
                 check_scales(scale, f"{name}.weight_scale")
         return Expert(packed, ((w1, s1), (w2, s2), (w3, s3)), edge)
+
+    def finish(self, expert: Expert) -> None:
+        """What is computed is computed at once."""
 
     # -- rows -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Rules of this file:
 
-* Weights stay as given. A routed expert is its MXFP4 bytes, reinterpreted and never decoded; a bf16 matrix is
+* Weights stay as given. A routed expert is its MXFP4 bytes, reinterpreted and never decoded, where they were read
+  to: MLX copies whatever memory it is shown, but lets others write into its own (`_memory`). A bf16 matrix is
   widened to float32 only in row tiles of at most TILE_BYTES, because MLX's own mixed matmul would widen it whole; an
   int8 matrix is MLX's affine form of 8 bits, which has its values exactly.
 * float32 means float32: TF32, which MLX uses by default where the hardware has it, is switched off below. It has
@@ -10,8 +11,9 @@ Rules of this file:
 * Shapes of all calls follow from the token rows and the routing, never from which expert landed first. The bits
   of a row may depend on the number of rows; how far is for conformance to measure.
 * MLX is lazy, and an array not yet computed belongs to the thread that described it. Whatever outlives a call
-  (weights, state, expert outputs) is therefore handed to the device at once (`mx.async_eval`). That also keeps
-  graphs short and lets the bytes of an expert go as soon as it has been applied.
+  (weights, state, expert outputs) is therefore handed to the device at once (`mx.async_eval`), which keeps graphs
+  short. Nobody waits for the device but `route`, whose ids say what to read, `numpy`, `finish`, whose bytes are to
+  be read over, and a product in more than three tiles.
 * No kernels of our own and no `mx.compile`, which on the CPU runs a C++ compiler while the model waits.
 
 Section numbers are those of the Kimi K3 model specification; shapes are those of `runtime.ops.Ops`.
@@ -31,6 +33,7 @@ import numpy.typing as npt
 from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
 from runtime.config import MXFP4_GROUP
+from runtime.drives.buffers import address
 from runtime.errors import UsageError
 from runtime.ops import L2_EPS, RENORMALIZE_EPS, Array, Weight, Workload, check_capacity
 
@@ -57,6 +60,8 @@ RECURRENCE_TOKENS = 32
 FIRST_ROWS = 256
 """Positions a latent cache allocates at first; it doubles from there."""
 
+CODES_ALIGNMENT = 16 if mx.cuda.is_available() else 4
+"""Codes begin at a multiple of this: they are uint32, and CUDA kernels sum in an order that depends on it up to 16."""
 
 AFFINE_GROUPS = (128, 64, 32)
 """Columns that share a scale in MLX's affine form, the most first."""
@@ -86,8 +91,9 @@ class MlxInt8(NamedTuple):
 
 
 class MlxExpert(NamedTuple):
-    """One routed expert: codes as uint32 [out, in/8], scales as uint8 [out, in/32]."""
+    """One routed expert: codes as uint32 [out, in/8], scales as uint8 [out, in/32]. lent: they are not its own."""
 
+    lent: bool
     w1: mx.array
     s1: mx.array
     w2: mx.array
@@ -132,6 +138,13 @@ class MlxOps:
 
     def __init__(self) -> None:
         mx.set_cache_limit(FREED_BYTES)
+        self._outputs: dict[int, Array] = {}
+        """What may still be under way with experts whose bytes are lent, by the expert's `id`."""
+
+    @staticmethod
+    def memory(nbytes: int) -> memoryview:
+        """The memory of an array. Made from NumPy's, since `mx.zeros` gives every thread that asks a stream."""
+        return memoryview(mx.array(np.zeros(nbytes, np.uint8)))  # type: ignore[arg-type]
 
     @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
@@ -149,14 +162,14 @@ class MlxOps:
         return _ready(_bf16(weight) if weight.dtype == np.uint16 else mx.array(weight))
 
     def int8_matrix(self, weight: Int8Matrix) -> Weight:
-        """Copies the bytes."""
+        """Copies the bytes. The scales are laid out for every group: what only repeats, each product would copy."""
         columns = weight.values.shape[1]
         padded, group = _affine(columns)
         codes = weight.values.view(np.uint8)
         codes ^= 128
         if padded > columns:
             codes = np.pad(codes, ((0, 0), (0, padded - columns)), constant_values=128)
-        scales = mx.repeat(mx.array(weight.scales).astype(mx.float32)[:, None], padded // group, axis=1)
+        scales = mx.contiguous(mx.repeat(mx.array(weight.scales).astype(mx.float32)[:, None], padded // group, axis=1))
         parts = _ready(mx.array(codes).view(mx.uint32), scales, -128.0 * scales)
         return MlxInt8(parts[0], parts[1], parts[2], group, columns)
 
@@ -169,11 +182,23 @@ class MlxOps:
         return _ready(_bf16(weight).astype(mx.float32) if weight.dtype == np.uint16 else mx.array(weight))
 
     def expert(self, packed: PackedExpert) -> Weight:
-        """Copies the bytes. Every scale byte but 255 means what the format says, 0 and 254 included; on a GPU
-        that flushes subnormals byte 0 gives zeros, which no float32 sum could tell from 2^-127."""
-        codes = [mx.array(p).view(mx.uint32) for p in packed[0::2]]
-        scales = [mx.array(s) for s in packed[1::2]]
-        return MlxExpert(*_ready(*(part for pair in zip(codes, scales, strict=True) for part in pair)))
+        """Copies bytes that lie elsewhere than in `memory`. Every scale byte but 255 means what the format says, 0
+        and 254 included; on a GPU that flushes subnormals byte 0 gives zeros, which no float32 sum could tell from
+        2^-127."""
+        home = _home(packed.w1_packed)
+        parts = [mx.array(part) for part in packed] if home is None else _windows(home, packed)
+        parts[0::2] = [codes.view(mx.uint32) for codes in parts[0::2]]
+        return MlxExpert(home is not None, *_ready(*parts))
+
+    def finish(self, expert: MlxExpert) -> None:
+        output = self._outputs.pop(id(expert), None)
+        if output is not None:
+            mx.eval(output)
+
+    def _finish_all(self) -> None:
+        """Where everything has been waited for anyway: outputs need not be kept for `finish`."""
+        mx.eval(*self._outputs.values())
+        self._outputs.clear()
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def embed(self, table: Weight, ids: npt.NDArray[np.int64]) -> Array:
@@ -317,6 +342,7 @@ class MlxOps:
         """The choice is made in NumPy from the float32 scores: MLX promises no stable sort on every device."""
         scores = mx.sigmoid(logits)
         choice = np.array(scores + bias)
+        self._finish_all()
         ids = np.argsort(-choice, axis=1, kind="stable")[:, :k]
         weights = mx.take_along_axis(scores, _index(ids), axis=1)
         if renormalize and k > 1:
@@ -325,7 +351,10 @@ class MlxOps:
 
     def expert_mlp(self, z: Array, expert: MlxExpert, beta: float, linear_beta: float | None) -> Array:
         gate, up = _packed_linear(z, expert.w1, expert.s1), _packed_linear(z, expert.w3, expert.s3)
-        return _ready(_packed_linear(self.situ(gate, up, beta, linear_beta), expert.w2, expert.s2))
+        output = _ready(_packed_linear(self.situ(gate, up, beta, linear_beta), expert.w2, expert.s2))
+        if expert.lent:
+            self._outputs[id(expert)] = output
+        return output
 
     def combine(self, outputs: Mapping[int, Array], ids: npt.NDArray[np.int64], weights: Array) -> Array:
         """The outputs are laid one after the other by expert id, so the order of their arrival leaves no trace."""
@@ -340,7 +369,9 @@ class MlxOps:
 
     # -- out ------------------------------------------------------------------------------------------------------
     def numpy(self, x: Array) -> npt.NDArray[Any]:
-        return np.array(x)
+        values = np.array(x)
+        self._finish_all()
+        return values
 
 
 def _ready(*arrays: Array) -> Any:
@@ -358,6 +389,30 @@ def _in_turn(tiles: Iterable[Array]) -> list[Array]:
         if len(done) > 2:
             mx.eval(done[-3])
     return done
+
+
+def _home(part: npt.NDArray[np.uint8]) -> mx.array | None:
+    """The array in whose memory these bytes lie, None where that is not MLX's."""
+    base: Any = part
+    while isinstance(base, np.ndarray):
+        base = base.base
+    owner = base.obj if isinstance(base, memoryview) else None
+    return owner if isinstance(owner, mx.array) else None
+
+
+def _windows(home: mx.array, packed: PackedExpert) -> list[mx.array]:
+    """The six parts as uint8 arrays in the memory of `home`; nothing is copied, all is moved where codes are askew."""
+    memory: memoryview = memoryview(home)  # type: ignore[arg-type]
+    nbytes = sum(part.nbytes for part in packed)
+    start = packed.w1_packed.ctypes.data - address(memory)
+    at = start - start % CODES_ALIGNMENT
+    if at < start:
+        memory[at : at + nbytes] = memory[start : start + nbytes]
+    windows = []
+    for part in packed:
+        windows.append(home[at : at + part.nbytes].reshape(part.shape))
+        at += part.nbytes
+    return windows
 
 
 def _bf16(bits: npt.NDArray[Any]) -> Array:

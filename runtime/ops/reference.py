@@ -125,6 +125,7 @@ class ReferenceOps:
     """`Ops` in float64. Trunk weights are widened once, experts each time they are used."""
 
     name = "reference"
+    memory = None
 
     @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
@@ -161,6 +162,9 @@ class ReferenceOps:
 
     def expert(self, packed: PackedExpert) -> PackedExpert:
         return packed
+
+    def finish(self, expert: PackedExpert) -> None:
+        """What is computed is computed at once."""
 
     # -- rows -------------------------------------------------------------------------------------------------
     def embed(self, table: F64, ids: npt.NDArray[np.int64]) -> F64:

@@ -28,11 +28,8 @@ from runtime.errors import DoesNotFitError
 from runtime.ops import Ops, Weight
 from runtime.progress import Pulse
 from runtime.weights.heat import Heat
-from runtime.weights.reads import Arrival, PlainReads, Reads, Release, nothing
+from runtime.weights.reads import Arrival, PlainReads, Reads, Release
 from runtime.weights.worth import CHANCE, Key, Worth
-
-COPYING = ("mlx",)
-"""Backends that keep a copy of an expert, and need the bytes it was read into no longer."""
 
 SPARE_GUESSES = 2
 """Guesses at once beyond as many as landed in time for the layer before."""
@@ -112,10 +109,13 @@ class _Held:
         if self.packed is not None:
             self.weight = ops.expert(self.packed)
             self.packed = None
-            if ops.name in COPYING:
-                self.release()
-                self.release = nothing
         return self.weight
+
+    def drop(self, ops: Ops) -> None:
+        """Give the memory back."""
+        if self.packed is None:
+            ops.finish(self.weight)
+        self.release()
 
 
 class ExpertStore:
@@ -154,7 +154,6 @@ class ExpertStore:
         self._under_way: set[Key] = set()
         self._missing: deque[int] = deque()
         self._guessed: dict[Key, None] = {}
-        self._packed: list[Key] = []
         self._wishes: deque[Key] = deque()
         self._wish_worth = 0.0
 
@@ -208,7 +207,6 @@ class ExpertStore:
         try:
             wave = self._submit(layer, [e for _, e in late])
             yield -1, None
-            self._unpack()
             for key in cached:
                 if pulse is not None:
                     pulse()
@@ -307,15 +305,7 @@ class ExpertStore:
         for arrival in arrivals:
             del self._guessed[layer, arrival.expert]
             self._hold((layer, arrival.expert), _Held(arrival.packed, arrival.release, guess=True))
-            self._packed.append((layer, arrival.expert))
         self._give_up([(layer, e) for e in gone])
-
-    def _unpack(self) -> None:
-        """Bring landed guesses into the backend's form: where that is a copy, their buffers are needed."""
-        for key in self._packed:
-            if (held := self._held.get(key)) is not None:
-                held.use(self._ops)
-        self._packed.clear()
 
     def _give_up(self, keys: list[Key]) -> None:
         """These guesses are not read any more, or never were."""
@@ -371,4 +361,4 @@ class ExpertStore:
         if held.guess:
             self.stats.guesses.wasted += self._checkpoint.expert_nbytes
             self._reads.judge(*key, needed=False)
-        held.release()
+        held.drop(self._ops)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
-from runtime.drives.buffers import BufferPool
+from runtime.drives.buffers import BufferPool, Make
 from runtime.drives.crew import ReadCounts, Verify
 from runtime.drives.device import Device
 from runtime.drives.figures import is_name
@@ -200,15 +200,20 @@ class Drives:
         return said + self.notes
 
     def start(
-        self, budget_bytes: int, verify: Verify | None = None, guesses: int = 0, streaming_bytes: int = 0
+        self,
+        budget_bytes: int,
+        verify: Verify | None = None,
+        guesses: int = 0,
+        streaming_bytes: int = 0,
+        memory: Make | None = None,
     ) -> DriveReads:
         """Begin: the buffers under way and kept never take more than `budget_bytes`, which is the store's to see to,
         and of the trunk's blocks more than `streaming_bytes`, which is its own.
 
         verify: looks at what is read, see `Reader`, before its scales are looked at; guesses: how many experts may be
-        guessed at once.
+        guessed at once; memory: makes that of buffers, see `BufferPool`.
         """
-        pool = BufferPool(budget_bytes + streaming_bytes + SPOILED * self.unit_bytes, self.alignment)
+        pool = BufferPool(budget_bytes + streaming_bytes + SPOILED * self.unit_bytes, self.alignment, memory)
         drives = list(zip(self._devices, self._specs, strict=True))
         scales = ScaleCheck(self._checkpoint)
 
