@@ -10,6 +10,7 @@ and only an engine that disagrees with itself is void.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shlex
@@ -19,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.arms import Arm, Record, interleave, spread
-from benchmarks.records import failed, parser, pm, session
-from benchmarks.speed import add_run_options, describe, finish, make_arm, place, variants
+from benchmarks.arms import Arm, Record, spread
+from benchmarks.records import parser, pm
+from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants
 from benchmarks.ttft import prompt_ids
 from benchmarks.verdict import compare_arms
-from runtime.errors import ExpertstreamError, UsageError
+from runtime.errors import UsageError
 from runtime.generate import embedded_model
 from runtime.units import size
 
@@ -39,45 +40,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_run_options(options)
     options.add_argument("--engine", action="append", default=[], metavar="NAME=COMMAND", help="another one; repeat")
     options.add_argument("--max-new", type=int, help="tokens of the answer [17, with --smoke 4]")
-    asked = options.parse_args(arguments)
-    try:
-        record = session(asked, "peers", "whole processes of several engines on one checkpoint")
-        describe(asked, record)
-        model, max_new = asked.model or embedded_model(), asked.max_new or (4 if asked.smoke else 17)
-        ids = ",".join(map(str, prompt_ids(model, 6)))
-        words = ["--prompt-ids", ids, "--max-new", str(max_new), *variants(asked)[""][0]]
-        ours = make_arm(asked, OURS, words, partners=OURS)
-        peers, record["not_run"] = _mlx_lm(model, ids, max_new, ours)
-        peers += [engine(text, model, ids, max_new, ours) for text in asked.engine]
-        arms = [ours, *peers]
-        with place(asked, "peers", arms) as where:
-            record["arms"] = results = interleave(arms, asked.rounds, where)
-    except (ExpertstreamError, KeyboardInterrupt) as error:
-        return failed(error)
-    names = [arm.name for arm in arms]
-    record["same_tokens"] = {name: _agrees(results, name) for name in names[1:]}
+    kind = "whole processes of several engines on one checkpoint"
+    return conduct(options.parse_args(arguments), "peers", kind, _arms, _show)
+
+
+def _arms(asked: argparse.Namespace, record: Record) -> list[Arm]:
+    model, max_new = asked.model or embedded_model(), asked.max_new or (4 if asked.smoke else 17)
+    ids = ",".join(map(str, prompt_ids(model, 6)))
+    words = ["--prompt-ids", ids, "--max-new", str(max_new), *variants(asked)[""][0]]
+    ours = make_arm(asked, OURS, words, partners=OURS)
+    peers, record["not_run"] = _mlx_lm(model, ids, max_new, ours)
+    return [ours, *peers, *(engine(text, model, ids, max_new, ours) for text in asked.engine)]
+
+
+def _show(asked: argparse.Namespace, record: Record, names: Sequence[str]) -> Shown:
+    others = names[1:]
+    record["same_tokens"] = {name: _agrees(record, name) for name in others}
     figures = ("first_token_s", "steady_tokens_per_s")
     record["comparisons"] = [
-        compare_arms(results, name, OURS, figure, more_is_better=figure != "first_token_s")
-        for name in names[1:]
+        compare_arms(record["arms"], name, OURS, figure, more_is_better=figure != "first_token_s")
+        for name in others
         for figure in figures
     ]
     record["shown"] = ["elapsed_s", *figures]
     rows = []
     for name in names:
-        mine = [r for r in results if r["arm"] == name]
+        mine = results_of(record, name)
         same = {True: "yes", False: "no", None: "–"}[record["same_tokens"].get(name, True)]
         rows.append([name, same, *(pm(spread(mine, figure)) for figure in record["shown"])])
     rows += [[f"{name}: not run, {why}", *[""] * 4] for name, why in record["not_run"].items()]
     head = ["engine", "our tokens", "whole process, s", "first token, s", "steady tokens/s"]
-    return finish(
-        asked.out,
-        where.scratch,
-        record,
-        head,
-        rows,
-        (names, "elapsed_s", "seconds, whole process", "Engines on one checkpoint"),
-    )
+    return Shown(head, rows, ("elapsed_s", "seconds, whole process", "Engines on one checkpoint"))
 
 
 def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], dict[str, str]]:
@@ -114,10 +107,9 @@ def _prompt(model: Path, ids: str) -> str:
     return Tokenizer.load(model).decode(json.loads(f"[{ids}]"))
 
 
-def _agrees(results: Sequence[Record], name: str) -> bool | None:
+def _agrees(record: Record, name: str) -> bool | None:
     """Whether the engine generated our tokens; None when it did not say which."""
-    said = {r["tokens_sha256"] for r in results if r["arm"] == name and not r["void"]}
-    own = {r["tokens_sha256"] for r in results if r["arm"] == OURS and not r["void"]}
+    said, own = ({r["tokens_sha256"] for r in results_of(record, each) if not r["void"]} for each in (name, OURS))
     return None if said <= {None} or not own else said == own
 
 

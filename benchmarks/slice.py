@@ -28,7 +28,7 @@ from benchmarks.bounds import Kernels, Rates, Work
 from benchmarks.peers import engine
 from benchmarks.records import failed, parser, session, tell
 from benchmarks.replay import Replay, Routes
-from benchmarks.speed import add_run_options, describe, finish, make_arm, place, variants
+from benchmarks.speed import Shown, add_run_options, describe, finish, make_arm, place, variants
 from benchmarks.stages import synthetic
 from benchmarks.ttft import prompt_ids
 from runtime.checkpoint import Checkpoint
@@ -193,9 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked.out,
         where.scratch,
         record,
-        ["figure", "reached", "least", "most", "must be", "of"],
-        rows,
-        ([arm.name for arm in arms], "steady_tokens_per_s", "tokens/s, steady", "Slice"),
+        [arm.name for arm in arms],
+        Shown(
+            ["figure", "reached", "least", "most", "must be", "of"],
+            rows,
+            ("steady_tokens_per_s", "tokens/s, steady", "Slice"),
+        ),
     )
     print("\n".join([_measured(rounds), *_where_time_went(rounds)]))
     return status

@@ -1,4 +1,4 @@
-"""What the sessions of plain runs share: how their arms are made, and how their results are written."""
+"""What the sessions of plain runs share: how their arms are made and run, and how their results are written."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import charts, surroundings
-from benchmarks.arms import ROOT, Arm, Place, Record, run_arm
+from benchmarks.arms import ROOT, Arm, Place, Record, interleave, run_arm
 from benchmarks.limits import ended_by_signals
-from benchmarks.records import exit_status, paths, portable, save, table, tell, top_lines, voids
+from benchmarks.records import exit_status, failed, paths, portable, save, session, table, tell, top_lines, voids
+from benchmarks.verdict import compare_arms
 from runtime.commands.drives import parse_drives
-from runtime.errors import UsageError
+from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate import embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.home import write_whole
@@ -96,9 +97,54 @@ def place(options: argparse.Namespace, name: str, arms: Sequence[Arm]) -> Iterat
         yield Place(Path(scratch), traces=options.out / f"{name}-traces")
 
 
-def finish(
-    out: Path, scratch: Path, record: Record, head: Sequence[str], rows: Sequence[Sequence[str]], chart: tuple[Any, ...]
+class Shown(NamedTuple):
+    """Results for people: a table, and the figure that `charts.bars` draws of every arm, with its axis and title."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    chart: tuple[str, str, str]
+
+
+def conduct(
+    asked: argparse.Namespace,
+    name: str,
+    kind: str,
+    make_arms: Callable[[argparse.Namespace, Record], list[Arm]],
+    show: Callable[[argparse.Namespace, Record, Sequence[str]], Shown],
 ) -> int:
+    """A session from its options to its results; the exit status.
+
+    `make_arms` and `show` may add to the record; `show` gets the names of the arms, and adds `comparisons` and which
+    figures are `shown`.
+    """
+    try:
+        record = session(asked, name, kind)
+        describe(asked, record)
+        arms = make_arms(asked, record)
+        with place(asked, name, arms) as where:
+            record["arms"] = interleave(arms, asked.rounds, where)
+    except (ExpertstreamError, KeyboardInterrupt) as error:
+        return failed(error)
+    names = [arm.name for arm in arms]
+    return finish(asked.out, where.scratch, record, names, show(asked, record, names))
+
+
+def versus(record: Record, names: Sequence[str], *figures: str, more_is_better: bool = False) -> list[Record]:
+    """Each arm that has a partner, compared with it."""
+    return [
+        compare_arms(record["arms"], name, f"versus {name}", figure, more_is_better=more_is_better)
+        for name in names
+        if f"versus {name}" in names
+        for figure in figures
+    ]
+
+
+def results_of(record: Record, name: str) -> list[Record]:
+    """What the runs of one arm came to."""
+    return [result for result in record["arms"] if result["arm"] == name]
+
+
+def finish(out: Path, scratch: Path, record: Record, names: Sequence[str], shown: Shown) -> int:
     """Write and print: JSON, table, chart, and what pytest-benchmark records of it. The exit status."""
     name = record["session"]
     record = portable(record, paths(scratch))
@@ -108,9 +154,10 @@ def finish(
     ]
     defined = [f"defined  {key}: {said}" for key, said in record["definitions"].items() if key in record["shown"]]
     cache = f"         page cache: {record['arms'][0]['page_cache']}"
-    said = "\n".join([*top_lines(record), "", table(head, rows), "", *verdicts, *defined, cache, *voids(record)]) + "\n"
+    lines = ["", table(shown.head, shown.rows), "", *verdicts, *defined, cache, *voids(record)]
+    said = "\n".join([*top_lines(record), *lines]) + "\n"
     write_whole(out / f"{name}.txt", said.encode())
-    charted = charts.bars(record, out / name, *chart)
+    charted = charts.bars(record, out / name, names, *shown.chart)
     kept = pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
     print(said, end="")
     tell(f"results  {saved}, .txt{charted}{kept}")

@@ -8,17 +8,17 @@ are spread over the vocabulary. The prefill rate is between the shortest and the
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.arms import Record, interleave, spread
-from benchmarks.records import failed, parser, pm, session
-from benchmarks.speed import add_run_options, describe, finish, make_arm, place, variants
-from benchmarks.verdict import compare_arms
+from benchmarks.arms import Arm, Record, spread
+from benchmarks.records import parser, pm
+from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants, versus
 from runtime.config import ModelConfig
-from runtime.errors import ExpertstreamError, UsageError
+from runtime.errors import UsageError
 from runtime.generate import embedded_model
 from runtime.text.tokenizer import Tokenizer
 
@@ -32,54 +32,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("ttft", __doc__, rounds=3)
     add_run_options(options)
     options.add_argument("--prompts", default=PROMPTS, metavar="N,…", help=f"their lengths in tokens [{PROMPTS}]")
-    asked = options.parse_args(arguments)
-    try:
-        record = session(asked, "ttft", "whole runs of this program, of one new token each")
-        describe(asked, record)
-        texts = ["6", "37"] if asked.smoke else asked.prompts.split(",")
-        if not all(text.isdecimal() and int(text) for text in texts):
-            raise UsageError(f"--prompts {asked.prompts!r}: write numbers of tokens, such as {PROMPTS}")
-        lengths = sorted({int(text) for text in texts})
-        ids = prompt_ids(asked.model or embedded_model(), lengths[-1])
-        arms = [
-            make_arm(
-                asked,
-                f"{variant}{length} tokens",
-                ["--prompt-ids", ",".join(map(str, ids[:length])), "--max-new", "1", *words],
-                checkout,
-                partners=str(length),
-                settings={"max_new": 1},
-            )
-            for length in lengths
-            for variant, (words, checkout) in variants(asked).items()
-        ]
-        names = [arm.name for arm in arms]
-        with place(asked, "ttft", arms) as where:
-            record["arms"] = results = interleave(arms, asked.rounds, where)
-    except (ExpertstreamError, KeyboardInterrupt) as error:
-        return failed(error)
-    record["prefill_tokens_per_s"] = {v: prefill_rate(results, v, lengths) for v in variants(asked)}
-    record["comparisons"] = [
-        compare_arms(results, name, f"versus {name}", "first_token_s") for name in names if f"versus {name}" in names
+    kind = "whole runs of this program, of one new token each"
+    return conduct(options.parse_args(arguments), "ttft", kind, _arms, _show)
+
+
+def _lengths(asked: argparse.Namespace) -> list[int]:
+    texts = ["6", "37"] if asked.smoke else asked.prompts.split(",")
+    if not all(text.isdecimal() and int(text) for text in texts):
+        raise UsageError(f"--prompts {asked.prompts!r}: write numbers of tokens, such as {PROMPTS}")
+    return sorted({int(text) for text in texts})
+
+
+def _arms(asked: argparse.Namespace, record: Record) -> list[Arm]:
+    lengths = _lengths(asked)
+    ids = prompt_ids(asked.model or embedded_model(), lengths[-1])
+    return [
+        make_arm(
+            asked,
+            f"{variant}{length} tokens",
+            ["--prompt-ids", ",".join(map(str, ids[:length])), "--max-new", "1", *words],
+            checkout,
+            partners=str(length),
+            settings={"max_new": 1},
+        )
+        for length in lengths
+        for variant, (words, checkout) in variants(asked).items()
     ]
+
+
+def _show(asked: argparse.Namespace, record: Record, names: Sequence[str]) -> Shown:
+    lengths = _lengths(asked)
+    record["prefill_tokens_per_s"] = {v: prefill_rate(record["arms"], v, lengths) for v in variants(asked)}
+    record["comparisons"] = versus(record, names, "first_token_s")
     record["shown"] = ["first_token_s", "prompt_s", "prefill_tokens_per_s"]
     rows = []
     for name in names:
-        mine = [r for r in results if r["arm"] == name]
+        mine = results_of(record, name)
         reads = sorted({_reads(r) for r in mine if not r["void"]})
         rows.append([name, pm(spread(mine, "first_token_s")), pm(spread(mine, "prompt_s")), "/".join(reads)])
     for variant, rate in record["prefill_tokens_per_s"].items():
         if rate is not None:
             rows.append([f"{variant}prefill, {lengths[0]} to {lengths[-1]} tokens", f"{rate:.1f} tokens/s", "", ""])
     head = ["prompt", "first token, s", "of it the prompt, s", "experts read"]
-    return finish(
-        asked.out,
-        where.scratch,
-        record,
-        head,
-        rows,
-        (names, "first_token_s", "seconds to the first token", "First token"),
-    )
+    return Shown(head, rows, ("first_token_s", "seconds to the first token", "First token"))
 
 
 def prompt_ids(model: Path, length: int) -> list[int]:
