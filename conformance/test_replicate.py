@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,10 @@ from loopback import ext4_image
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.manifest import COPY_NAME, Manifest, manifest_path
+from runtime.commands import replicate as command
 from runtime.drives.buffers import Buffer
 from runtime.drives.device import DeviceError
+from runtime.drives.identity import UNKNOWN, identify
 from runtime.drives.jobs import Fault
 from runtime.drives.real import RealDevice
 from runtime.errors import UsageError
@@ -325,7 +328,10 @@ def test_a_stale_drive_never_speaks_for_the_model(cli: Command, small: Path, to:
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 
-def test_targets_that_are_refused(cli: Command, small: Path, tmp_path: Path, to: Path) -> None:
+def test_targets_that_are_refused(
+    cli: Command, small: Path, tmp_path: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (other := tmp_path / "other").mkdir()
     model = shutil.copytree(small, tmp_path / "model")
     (model / "inside").mkdir()
     (tmp_path / "file").write_text("")
@@ -345,6 +351,11 @@ def test_targets_that_are_refused(cli: Command, small: Path, tmp_path: Path, to:
     ended = cli("replicate", "--model", model, "--to", to, "--budget", "all", "--floor", 1)
     assert ended.status == 2
     assert "is on the device of the model's directory" in last(ended)
+    far = replace(identify(model), st_dev=(0, 0), disks=(), serial=UNKNOWN)
+    monkeypatch.setattr(command, "identify", lambda path: far if path == model else identify(path))
+    ended = cli("replicate", "--model", model, "--from", f"x={other}", "--to", to, "--budget", "all", "--floor", 1)
+    assert ended.status == 2
+    assert "is on the device of drive x: a copy there" in last(ended)
     assert not list(to.iterdir())
     assert sorted(p.name for p in model.iterdir()) == sorted([*(p.name for p in small.iterdir()), "inside"])
 

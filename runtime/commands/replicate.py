@@ -20,7 +20,7 @@ from runtime.generate.embedded import NOTE, embedded_model
 from runtime.setup.copies import Copies, open_copies
 from runtime.setup.replicate import Outcome, Plan, Replication, choose
 from runtime.setup.target import TARGET, Target
-from runtime.setup.usage import Counts, read_usage
+from runtime.setup.usage import Uses, read_usage
 from runtime.setup.verify import Found, read_all
 from runtime.units import size
 from runtime.weights.heat import Heat
@@ -78,14 +78,16 @@ def _refuse_places(model: Path, layout: Layout, request: Request) -> None:
             raise UsageError(
                 f"--to {request.to} is inside the directory of drive {name}, which is read: give another one"
             )
-    if same_device({"model": identify(model), TARGET: identify(to)}) and not request.same_device:
-        raise UsageError(
-            f"--to {request.to} is on the device of the model's directory: a copy there makes no read faster; give a "
-            "directory on another drive, or --allow-same-device"
-        )
+    sources = {"the model's directory": model, **{f"drive {name}": path for name, path in layout.directories}}
+    for what, path in sources.items():
+        if not request.same_device and same_device({what: identify(path), TARGET: identify(to)}):
+            raise UsageError(
+                f"--to {request.to} is on the device of {what}: a copy there makes no read faster; give a directory on "
+                "another drive, or --allow-same-device"
+            )
 
 
-def _usage(checkpoint: Checkpoint, request: Request) -> tuple[Counts, str]:
+def _usage(checkpoint: Checkpoint, request: Request) -> tuple[Uses, str]:
     """(how often each expert was used, where that is from)."""
     if request.usage is not None:
         return read_usage(request.usage, checkpoint), f"hottest first, by {request.usage}"
@@ -112,7 +114,7 @@ def _is_ours(checkpoint: Checkpoint, request: Request) -> bool:
     return True
 
 
-def _plan(checkpoint: Checkpoint, sources: Sequence[Copies], target: Target, counts: Counts, request: Request) -> Plan:
+def _plan(checkpoint: Checkpoint, sources: Sequence[Copies], target: Target, counts: Uses, request: Request) -> Plan:
     """What the target is to hold. Raises UsageError for a budget under one expert, StorageError when it cannot fit."""
     available = np.zeros_like(checkpoint.experts_here)
     for source in sources:

@@ -28,6 +28,9 @@ Key = Hashable
 
 MIB = 1 << 20
 
+DEPTH = 4
+"""Reads in flight on a drive of which nothing is known."""
+
 
 class IllegalEvent(ValueError):
     """An event that the rules do not allow where things stand. The scheduler is as it was before the call."""
@@ -126,7 +129,7 @@ class DriveSpec:
     """
 
     name: str
-    depth: int = 4
+    depth: int = DEPTH
     rate: float | None = None
     latency_s: float = 0.0
     alignment: int = 4096

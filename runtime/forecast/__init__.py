@@ -18,7 +18,6 @@ from runtime.forecast.routes import (
     served,
 )
 from runtime.forecast.supply import (
-    Copies,
     Drawn,
     Figures,
     Holding,
@@ -32,7 +31,6 @@ from runtime.forecast.supply import (
 
 __all__ = [
     "Cache",
-    "Copies",
     "Drawn",
     "Figures",
     "Holding",

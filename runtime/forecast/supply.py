@@ -18,7 +18,7 @@ import numpy.typing as npt
 from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.manifest import Table
 from runtime.drives.figures import is_name, parse_figures
-from runtime.drives.jobs import Span
+from runtime.drives.jobs import DEPTH, Span
 from runtime.errors import UsageError
 from runtime.units import parse_latency, parse_rate
 
@@ -31,7 +31,7 @@ RUNG_FORM = "NAME,NAME:SHARE,…"
 Share = float | Literal["rest"]
 
 
-class Copies(Protocol):
+class Held(Protocol):
     """The experts a drive holds. `here`: which."""
 
     here: Table
@@ -48,7 +48,7 @@ class Figures:
     name: str
     rate: float
     latency_s: float = 0.0
-    depth: int = 4
+    depth: int = DEPTH
     group: str | None = None
 
 
@@ -72,7 +72,7 @@ class Supply:
     """A drive of a rung."""
 
     figures: Figures
-    copies: Copies
+    copies: Held
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ def parse_figured(text: str, uplinks: Uplinks, option: str, *, held: bool = True
             name,
             rate,
             parse_latency(options.get("latency", "0s")),
-            _integer(options.get("depth", "4"), "depth", *DEPTHS),
+            _integer(options.get("depth", str(DEPTH)), "depth", *DEPTHS),
             uplinks.name(options["group"], name) if "group" in options else None,
         )
         most_used = _integer(options["holds"], "holds", 1, 1 << 31) if "holds" in options else None

@@ -9,15 +9,13 @@ from pathlib import Path
 
 from runtime.checkpoint import Checkpoint
 from runtime.drives.buffers import Buffer, BufferPool
+from runtime.drives.jobs import DEPTH
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards, open_holder
 
-DEPTH = 4
-"""Threads that read from a drive at once, each into a buffer of an expert."""
-
 
 class Copies:
-    """What a drive holds. Safe to read from several threads. Raises StorageError when the drive cannot be read."""
+    """What a drive holds. Safe to read from DEPTH threads. Raises StorageError when the drive cannot be read."""
 
     def __init__(self, checkpoint: Checkpoint, holder: Holder, path: Path) -> None:
         self.name, self.path, self.holder = holder.name, path, holder

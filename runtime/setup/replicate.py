@@ -18,7 +18,7 @@ from runtime.drives.device import DeviceError
 from runtime.progress import Progress
 from runtime.setup.copies import Copies
 from runtime.setup.target import Target
-from runtime.setup.usage import Counts, hottest_first
+from runtime.setup.usage import Uses, hottest_first
 from runtime.setup.verify import LOOK_S, Key
 
 SAVE_EVERY = 256
@@ -39,7 +39,7 @@ class Plan:
     colder: int
 
 
-def choose(checkpoint: Checkpoint, counts: Counts, available: Table, here: Table, budget_bytes: int) -> Plan:
+def choose(checkpoint: Checkpoint, counts: Uses, available: Table, here: Table, budget_bytes: int) -> Plan:
     """As many experts as the budget allows, among those that some source has or the target holds."""
     layers, room = checkpoint.config.moe_layers, budget_bytes // checkpoint.expert_nbytes
     order = [place for place in hottest_first(counts) if available[place] or here[place]]

@@ -14,13 +14,13 @@ from runtime.config import no_file
 from runtime.errors import UsageError
 from runtime.forecast.routes import read_routes, uses
 
-Counts = npt.NDArray[np.float64]
+Uses = npt.NDArray[np.float64]
 """[MoE layers, experts]"""
 
 FORMS = "lines `layer,expert,count`, JSON lines with these keys, or .npy of expert ids [positions, MoE layers, k]"
 
 
-def hottest_first(counts: Counts) -> list[tuple[int, int]]:
+def hottest_first(counts: Uses) -> list[tuple[int, int]]:
     """All (row, expert), the most used first; equally used ones layer by layer in turn, by id.
 
     So experts of which nothing is known are taken evenly from all layers: each layer waits for its own slowest read.
@@ -33,7 +33,7 @@ def hottest_first(counts: Counts) -> list[tuple[int, int]]:
     return list(zip(rows.ravel()[order].tolist(), experts.ravel()[order].tolist(), strict=True))
 
 
-def read_usage(path: Path, checkpoint: Checkpoint) -> Counts:
+def read_usage(path: Path, checkpoint: Checkpoint) -> Uses:
     """Counts from a file. Raises UsageError naming the line for what is not understood, or no expert of the model."""
     if path.suffix == ".npy":
         layers, experts = checkpoint.experts_here.shape
@@ -49,8 +49,8 @@ def read_usage(path: Path, checkpoint: Checkpoint) -> Counts:
     return counts
 
 
-def _from_lines(path: Path, checkpoint: Checkpoint) -> Counts:
-    counts: Counts = np.zeros(checkpoint.experts_here.shape)
+def _from_lines(path: Path, checkpoint: Checkpoint) -> Uses:
+    counts: Uses = np.zeros(checkpoint.experts_here.shape)
     rows = {layer: row for row, layer in enumerate(checkpoint.config.moe_layers)}
     try:
         lines = path.read_text("utf-8").splitlines()

@@ -19,8 +19,9 @@ import numpy as np
 
 from runtime.checkpoint.manifest import Digest, Manifest, digest
 from runtime.drives.device import DeviceError
+from runtime.drives.jobs import DEPTH
 from runtime.progress import Progress
-from runtime.setup.copies import DEPTH, Copies
+from runtime.setup.copies import Copies
 from runtime.weights.checks import mebibytes
 from runtime.weights.placement import MODEL, ExpertFiles
 

@@ -17,7 +17,7 @@ from runtime.drives.crew import ReadCounts, Verify
 from runtime.drives.device import Device
 from runtime.drives.figures import is_name
 from runtime.drives.identity import Identity, identify
-from runtime.drives.jobs import MIB, DriveSpec, Job, Policy, Slice
+from runtime.drives.jobs import DEPTH, MIB, DriveSpec, Job, Policy, Slice
 from runtime.drives.kernel import DiskCounts, Witness
 from runtime.drives.reader import Reader
 from runtime.drives.real import BOUNCE_BYTES
@@ -34,9 +34,6 @@ from runtime.weights.reads import DriveReads
 
 SMALL_BYTES = MIB
 """Below this, experts in the model directory alone are read plainly."""
-
-DEPTH = 4
-"""Reads in flight on a drive of which nothing is known."""
 
 POLICY = Policy(max_hedge_leases=4)
 SPOILED = 8
