@@ -22,7 +22,7 @@ class Files:
     """
 
     def __init__(self, limit: int | None = None):
-        self.limit = limit or _descriptor_budget()
+        self.limit = limit or descriptor_budget()
         self.reads = 0
         self.bytes_read = 0
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Files:
             os.close(self._open.pop(path)[0])
 
 
-def _descriptor_budget() -> int:
+def descriptor_budget() -> int:
     """A quarter of what the process may open, so that drives and sockets have the rest."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 128 if allowed == resource.RLIM_INFINITY else min(128, max(8, allowed // 4))

@@ -113,6 +113,21 @@ def chat(
 
 
 @app.command()
+def doctor(
+    model: Model = None,
+    drive: Drive = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> int:
+    """Say what a run would use on this machine, and why, and what stands in its way. Nothing is loaded.
+
+    The exit status is the one that such a run would end with.
+    """
+    from runtime.commands.doctor import doctor as command
+
+    return command(model, drive or (), as_json)
+
+
+@app.command()
 def verify(
     model: Model = None,
     drive: Drive = None,

@@ -59,7 +59,7 @@ def map_drives(model: Path | None, layout: Layout, as_json: bool) -> None:
         say(f"note     {remembered.note}")
     for name, path in places.items():
         try:
-            entries[name] = _look(path, found, remembered)
+            entries[name] = look(path, found, remembered)
         except OSError as error:
             message = f"drive {name}: {path} cannot be looked at: {error.strerror or error}"
             if named:
@@ -80,7 +80,8 @@ def map_drives(model: Path | None, layout: Layout, as_json: bool) -> None:
     write("\n".join(said or ["no drive is mounted that holds files"]).rstrip() + "\n")
 
 
-def _look(path: Path, found: list[Mount], remembered: Remembered) -> Entry:
+def look(path: Path, found: list[Mount], remembered: Remembered) -> Entry:
+    """One drive, which is read from. Raises OSError where the path is not there."""
     identity = identify(path)
     try:
         device = RealDevice(str(path), path)
@@ -152,7 +153,7 @@ def _lines(name: str, entry: Entry) -> list[str]:
         ("space", space),
         ("uuid", identity.uuid),
         ("backed by", identity.backing),
-        *(("disk", _disk_text(disk)) for disk in entry.disks),
+        *(("disk", disk_text(disk)) for disk in entry.disks),
         ("reads", entry.mode if entry.known is None else f"{entry.mode}, {_known_text(entry.known)}"),
         ("holds", _holds_text(entry.holds)),
         *(("note", note) for note in entry.notes),
@@ -161,7 +162,8 @@ def _lines(name: str, entry: Entry) -> list[str]:
     return [title, *(f"  {what:9} {text}" for what, text in rows if text not in ("", UNKNOWN)), ""]
 
 
-def _disk_text(disk: Disk) -> str:
+def disk_text(disk: Disk) -> str:
+    """What is known of a disk, for people."""
     turning = {True: "said to be rotational", False: "solid state", None: ""}[disk.rotational]
     facts = [
         disk.model,

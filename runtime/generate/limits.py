@@ -26,6 +26,10 @@ class Limit:
     source: str
     reserve: int = 0
 
+    def __str__(self) -> str:
+        less = f", less a reserve of {size(self.reserve)}" if self.reserve else ""
+        return f"{size(self.nbytes)} ({self.source}{less})"
+
 
 def memory_limit(requested: int | None) -> Limit:
     """As asked for; else the lower of what is available and of what the control groups leave, less a reserve."""

@@ -113,8 +113,7 @@ class MemoryPlan:
         }
 
     def __str__(self) -> str:
-        less = f", less a reserve of {size(self.limit.reserve)}" if self.limit.reserve else ""
-        return f"{size(self.total)} of {size(self.limit.nbytes)} ({self.limit.source}{less}): {said(self.parts)}"
+        return f"{size(self.total)} of {self.limit}: {said(self.parts)}"
 
     @property
     def streaming(self) -> str:

@@ -196,14 +196,17 @@ def settings(engine: Engine) -> Record:
         "verify_reads": engine.checks.settings(),
         "trunk": engine.model.trunk.precision,
         "precision": precision(engine),
-        "versions": {
-            "expertstream": runtime.__version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("numpy", "numba", "llvmlite", "mlx", "tiktoken")},
-        },
+        "versions": versions(),
         "platform": platform.platform(),
         "machine": platform.machine(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of the program, Python and the libraries that compute; None for what is not there."""
+    libraries = ("numpy", "numba", "llvmlite", "mlx", "tiktoken")
+    own = {"expertstream": runtime.__version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in libraries}
 
 
 def _version(package: str) -> str | None:

@@ -70,6 +70,10 @@ class _KernelFiles:
         digest = hashlib.sha256(repr((self._name, key, _VERSIONS)).encode()).hexdigest()
         return f"{_SOURCES[:12]}-{digest[:24]}.kernel"
 
+    def has(self, key: object) -> bool:
+        """Whether any directory has a file for `key`; nothing is read."""
+        return any((directory / self._file(key)).is_file() for directory in self._directories)
+
     def load(self, key: object) -> Any:
         """What `save` kept under `key` in any directory, or None; a damaged file counts as none."""
         for directory in self._directories:
@@ -121,6 +125,10 @@ class _KernelCache(FunctionCache):
         self._py_func, self._cache_path = function, str(places[0])
         self._files = _KernelFiles(places, self._name)
 
+    def keeps(self, sig: Any) -> bool:
+        """Whether the function is kept for this CPU."""
+        return self._files.has(self._index_key(sig, cpu_target.target_context.codegen()))
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         found = self._files.load(self._index_key(sig, target_context.codegen()))
@@ -154,17 +162,27 @@ def build(report: Progress | None = None) -> None:
 
     Raises UsageError where Numba is told not to compile.
     """
-    if _CONFIG.DISABLE_JIT:
-        raise UsageError(
-            "the cpu backend needs Numba's compiler, which NUMBA_DISABLE_JIT turns off: "
-            "unset NUMBA_DISABLE_JIT or use --backend reference"
-        )
+    require_compiler()
     for done, (dispatcher, signature) in enumerate(_KERNELS, 1):
         if not dispatcher.signatures:
             dispatcher.compile(signature)
             dispatcher.disable_compile()
         if report:
             report(done, len(_KERNELS))
+
+
+def require_compiler() -> None:
+    """Raise UsageError where Numba is told not to compile."""
+    if _CONFIG.DISABLE_JIT:
+        raise UsageError(
+            "the cpu backend needs Numba's compiler, which NUMBA_DISABLE_JIT turns off: "
+            "unset NUMBA_DISABLE_JIT or use --backend reference"
+        )
+
+
+def uncompiled() -> int:
+    """How many kernels no earlier process has left for this one."""
+    return sum(not dispatcher._cache.keeps(signature) for dispatcher, signature in _KERNELS)
 
 
 def keeps() -> bool:
