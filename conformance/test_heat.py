@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commandline import Command, on
+from commandline import HANGS_S, Command, on
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.arrays import write_arrays
@@ -66,12 +67,42 @@ def test_runs_at_the_same_time_add_up(checkpoint: Checkpoint) -> None:
     assert Heat.load(checkpoint).counts[0, :4] == pytest.approx([6, 1, 2, 3], rel=1e-2)
 
 
-def test_a_long_run_keeps_it_on_the_way(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_keeps_it_on_the_way_and_waits_for_no_drive(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two passes are given to the file, and while it cannot be written others go on: nothing is lost or added twice."""
+    drive, asked, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        asked.set()
+        assert drive.wait(HANGS_S)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
     heat = use(Heat.load(checkpoint), 1)
-    assert not heat.path.exists()
     monkeypatch.setattr(learned, "SAVE_AFTER_S", 0.0)
     use(heat, 1)
-    assert Heat.load(checkpoint).counts[0, 1] == pytest.approx(2, rel=1e-2)
+    assert asked.wait(HANGS_S)
+    use(heat, 1, 2, passes=3)
+    assert not heat.path.exists()
+    assert heat.counts[0, 1:3] == pytest.approx([5, 3], rel=1e-2)
+    drive.set()
+    heat.save()
+    assert heat.counts[0, 1:3] == pytest.approx([5, 3], rel=1e-2)
+    np.testing.assert_array_equal(Heat.load(checkpoint).counts, heat.counts)
+    assert Heat.load(checkpoint).passes == heat.passes == pytest.approx(5, rel=1e-2)
+
+
+def test_a_pass_that_is_cancelled_counts_for_nothing(checkpoint: Checkpoint) -> None:
+    heat = use(Heat.load(checkpoint), 3)
+    for layer in (1, 2, 3):
+        heat.want(layer, np.array([7]))
+    use(heat, 4)
+    heat.want(1, np.array([7]))
+    heat.save()
+    for known in (heat, Heat.load(checkpoint)):
+        assert np.flatnonzero(known.counts.any(axis=0)).tolist() == [3, 4]
+        assert known.passes == pytest.approx(2, rel=1e-2)
 
 
 def damage(path: Path, how: str) -> None:

@@ -2,8 +2,9 @@
 
 An expert counts once for a pass that wants it, however many rows do. Counts fade with a half-life, so that what is
 learned follows what is asked. They are kept in `heat/FINGERPRINT.safetensors` of the program's home, written whole
-when an engine closes, and from time to time. Runs at the same time add up: what a run has counted is added to what
-is in the file by then; of two that write in the same moment, the later one's counts are kept.
+when an engine closes, and from time to time, by a thread of its own, so that no token waits for it. Runs at the same
+time add up: what a run has counted is added to what is in the file by then; of two that write in the same moment, the
+later one's counts are kept. A pass that is cancelled counts for nothing.
 
 Nothing here is ever needed: what cannot be read is as good as nothing learned, what cannot be written is lost, and
 `note` says so, once.
@@ -11,6 +12,7 @@ Nothing here is ever needed: what cannot be read is as good as nothing learned, 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,8 +55,12 @@ class Heat:
         self.passes = 0.0
         self._words = {"format": FORMAT, "fingerprint": fingerprint}
         self._rows = {layer: row for row, layer in enumerate(layers)}
+        self._pass: dict[int, npt.NDArray[np.int64]] = {}
         self._own: Table = np.zeros_like(self.counts)
         self._own_passes, self._unsaved, self._saved_at = 0.0, 0, time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._wrote: tuple[Table, float, int] = self._own, 0.0, 0
+        """Of the last writer: what is in the file, or what it could not add to it; (counts, passes, unsaved)."""
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Heat:
@@ -66,20 +72,27 @@ class Heat:
         return heat
 
     def want(self, layer: int, chosen: npt.NDArray[np.int64]) -> None:
-        """This pass wants these distinct experts of a layer."""
+        """This pass wants these distinct experts of a layer. Layers come in their order: else it is another pass, and
+        the last one was not completed."""
         row = self._rows[layer]
-        self.counts[row, chosen] += 1
-        self._own[row, chosen] += 1
+        if row <= max(self._pass, default=-1):
+            self._pass.clear()
+        self._pass[row] = chosen
 
     def end_of_pass(self) -> None:
         """A pass through all layers is complete."""
+        for row, chosen in self._pass.items():
+            self.counts[row, chosen] += 1
+            self._own[row, chosen] += 1
+        self._pass.clear()
         self.counts *= _FADE
         self._own *= _FADE
         self.passes = (self.passes + 1) * _FADE
         self._own_passes = (self._own_passes + 1) * _FADE
         self._unsaved += 1
-        if time.monotonic() - self._saved_at > SAVE_AFTER_S:
-            self.save()
+        if time.monotonic() - self._saved_at > SAVE_AFTER_S and (self._writer is None or not self._writer.is_alive()):
+            self._settle()
+            self._begin()
 
     def shares(self, rows: Any, experts: Any) -> Table:
         """The share of passes that want these experts, cautiously; `rows` of `counts`."""
@@ -87,17 +100,42 @@ class Heat:
         return share
 
     def save(self) -> None:
-        """Add what this run has counted to the file. Never raises for a file that cannot be written."""
-        if not self._unsaved:
-            return
+        """Add what this run has counted to the file, and wait for it. Never raises for one that cannot be written."""
+        self._settle()
+        if self._unsaved:
+            self._begin()
+            self._settle()
+
+    def _begin(self) -> None:
+        """Have a thread add what was counted to the file."""
         self._saved_at = time.monotonic()
-        before, passes = self._read()
+        self._wrote = self._own, self._own_passes, self._unsaved
+        self._own, self._own_passes, self._unsaved = np.zeros_like(self._own), 0.0, 0
+        self._writer = threading.Thread(target=self._write, args=self._wrote, name="heat")
+        self._writer.start()
+
+    def _settle(self) -> None:
+        """Wait for the thread. What it has written, this run goes on from; what it could not, it still has to add."""
+        if self._writer is None:
+            return
+        self._writer.join()
+        self._writer = None
+        counts, passes, unsaved = self._wrote
         fade = _FADE**self._unsaved
-        counts, passes = before * fade + self._own, passes * fade + self._own_passes
+        counts, passes = counts * fade + self._own, passes * fade + self._own_passes
+        if unsaved:
+            self._own, self._own_passes, self._unsaved = counts, passes, unsaved + self._unsaved
+        else:
+            self.counts, self.passes = counts, passes
+
+    def _write(self, own: Table, own_passes: float, unsaved: int) -> None:
+        """On the thread: add to the file, and say so in `_wrote`."""
+        before, passes = self._read()
+        fade = _FADE**unsaved
+        counts, passes = before * fade + own, passes * fade + own_passes
         try:
             write_arrays(self.path, {"counts": counts, "passes": np.array([passes])}, self._words)
-            self.counts, self.passes = counts, passes
-            self._own[:], self._own_passes, self._unsaved = 0.0, 0.0, 0
+            self._wrote = counts, passes, 0
         except OSError as error:
             why = error.strerror or error
             self.note = self.note or f"how often experts are used cannot be kept: {self.path}: {why}"
