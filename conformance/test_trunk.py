@@ -84,6 +84,11 @@ def planned(path: Path, memory: int | None = None, **options: Any) -> MemoryPlan
     return plans[0]
 
 
+def least_cache(path: Path, options: dict[str, Any]) -> int:
+    """The bytes of one layer's top-k of experts, which is all that a single token keeps where nothing is kept longer."""
+    return planned(path, 10**12, **options | {"reuse": False, "chunk": 1})["expert_cache"]
+
+
 def memory_for(path: Path, share: float, **options: Any) -> int:
     """What leaves room for so much of the matrices that can be streamed, and for one layer's top-k of experts."""
     roomy = planned(path, 10**12, **options)
@@ -91,10 +96,9 @@ def memory_for(path: Path, share: float, **options: Any) -> int:
         hedges = 4 * (len(options["layout"].limits) > 1)
         precision = options.get("trunk", "bf16")
         least = Divider(checkpoint, backend_type(options["backend"]), precision, 4096, hedges).divide(0)
-        experts = planned(path, 10**12, **options | {"reuse": False})["expert_cache"]
     rest = roomy.total - roomy["trunk"] - roomy["staging"] - roomy["expert_cache"]
     streamed = least.whole_bytes - least.resident_bytes
-    return rest + experts + least.resident_bytes + least.staging_bytes + int(share * streamed)
+    return rest + least_cache(path, options) + least.resident_bytes + least.staging_bytes + int(share * streamed)
 
 
 @contextmanager
@@ -465,7 +469,7 @@ def test_what_streaming_costs_is_said_before_loading(path: Path) -> None:
 def test_the_trunk_gets_memory_before_the_cache_unless_that_was_asked_for(path: Path) -> None:
     options: dict[str, Any] = {"backend": "cpu", "chunk": 64, "context": 64, "threads": 1, "layout": limits(1)}
     memory = memory_for(path, 0.5, **options)
-    floor = planned(path, 10**12, **options | {"reuse": False})["expert_cache"]
+    floor = least_cache(path, options)
     plan = planned(path, memory, **options)
     assert floor <= plan["expert_cache"] < floor + 60_000, "less than the smallest matrix would have taken"
     asked = planned(path, memory, **options, expert_cache=floor + 200_000)

@@ -3,7 +3,7 @@
 Rules of this file:
 
 * Weights stay as given. A routed expert is its MXFP4 bytes, reinterpreted and never decoded, where they were read
-  to: MLX copies whatever memory it is shown, but lets others write into its own (`_memory`). A bf16 matrix is
+  to: MLX copies whatever memory it is shown, but lets others write into its own (`memory`). A bf16 matrix is
   widened to float32 only in row tiles of at most TILE_BYTES, because MLX's own mixed matmul would widen it whole; an
   int8 matrix is MLX's affine form of 8 bits, which has its values exactly.
 * float32 means float32: TF32, which MLX uses by default where the hardware has it, is switched off below. It has
