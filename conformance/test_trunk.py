@@ -85,7 +85,7 @@ def planned(path: Path, memory: int | None = None, **options: Any) -> MemoryPlan
 
 
 def least_cache(path: Path, options: dict[str, Any]) -> int:
-    """The bytes of one layer's top-k of experts, which is all that a single token keeps where nothing is kept longer."""
+    """Bytes of one layer's top-k of experts: what a token needs where nothing is kept."""
     return planned(path, 10**12, **options | {"reuse": False, "chunk": 1})["expert_cache"]
 
 
