@@ -457,6 +457,13 @@ def test_the_floor_runs_and_a_byte_less_is_refused(cli: Command, path: Path, who
     assert cli(*line).err.count("\n") == 1
 
 
+def test_an_expert_counts_once_on_every_backend(path: Path) -> None:
+    pytest.importorskip("mlx.core", reason="needs MLX")
+    options = {"chunk": 64, "context": 64, "threads": 1, "layout": limits(2), "prefetch": True}
+    cpu, mlx = (planned(path, 10**12, backend=backend, **options) for backend in ("cpu", "mlx"))
+    assert (cpu["expert_cache"], cpu["reading"]) == (mlx["expert_cache"], mlx["reading"])
+
+
 def test_what_streaming_costs_is_said_before_loading(path: Path) -> None:
     options = {"backend": "cpu", "chunk": 64, "context": 64, "threads": 1, "layout": limits(1)}
     plan = planned(path, memory_for(path, 0.3, **options), **options)

@@ -23,7 +23,7 @@ from runtime.commands.loading import COMPILED_ONCE
 from runtime.commands.map import disk_text, look
 from runtime.commands.terminal import write
 from runtime.drives.buffers import HAS_HUGE
-from runtime.drives.identity import UNKNOWN, Identity, same_device
+from runtime.drives.identity import Identity, same_device
 from runtime.drives.mounts import mounts
 from runtime.drives.remembered import Remembered
 from runtime.errors import ExpertstreamError, UsageError
@@ -222,8 +222,8 @@ def _drives(places: dict[str, Path]) -> Iterator[Finding]:
     for name, path in places.items():
         entry = look(path, found, remembered)
         identity = identities[name] = entry.identity
-        disks = [disk_text(disk) for disk in entry.disks]
-        facts = [f"{identity.filesystem} on {identity.source}", *disks, f"read {entry.mode}"]
+        where = f"{identity.filesystem} on {identity.source}"
+        facts = [where, *(disk_text(disk) for disk in entry.disks), f"read {entry.mode}"]
         why = []
         if entry.mode not in ("direct", "nocache"):
             why.append("what is read goes through the page cache")
@@ -231,10 +231,7 @@ def _drives(places: dict[str, Path]) -> Iterator[Finding]:
             why.append("a disk that turns is far too slow for experts")
         if any(disk.bus == "usb" for disk in entry.disks):
             why.append("drives on one USB hub share what it carries")
-        if entry.known is None:
-            facts.append("rate unknown until it is learned or probed")
-        text = "; ".join([", ".join(fact for fact in facts if fact != UNKNOWN), *why])
-        yield Finding(f"drive {name}", "note" if why else "ok", text)
+        yield Finding(f"drive {name}", "note" if why else "ok", "; ".join([", ".join(facts), *why]))
     for names in same_device(identities):
         yield Finding("drives", "note", f"{' and '.join(names)} are one device, and give no more than one")
 
