@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from benchmarks.kernels import Dimensions, cases, measure
 from benchmarks.roofs import Roofs
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import is_vector
 from runtime.config import ModelConfig
 from runtime.drives.buffers import address, fresh
 from runtime.ops.cpu import CpuOps
-from runtime.weights.trunk import is_vector
 
 BESIDE = (".shared_experts.", ".routed_expert_down_proj.")
 ONE_ROW = ("lm_head.weight",)

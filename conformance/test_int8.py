@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from serverside import served
 from trajectory import assert_same_run, feed_engine, make_prompt, reference_run
 
-from runtime.checkpoint import Checkpoint
-from runtime.checkpoint.int8 import Int8Matrix, quantize
+from runtime.checkpoint import Checkpoint, int8
+from runtime.checkpoint.int8 import Int8Matrix, is_int8, quantize
 from runtime.errors import CheckpointError
 from runtime.generate import Engine
 from runtime.ops import backend_type, cpu, make_ops
@@ -200,7 +200,7 @@ def test_router_embedding_and_vectors_stay_as_released(checkpoint: Path) -> None
 def test_the_original_is_never_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of 26 MB: beside what is kept there are some blocks, and every byte is read once."""
     synthesize("tiny", tmp_path / "wide", layers=2, vocab=100_000)
-    monkeypatch.setattr(trunk, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(int8, "BLOCK_BYTES", 1 << 18)
     ops = make_ops("cpu")
     with Checkpoint.open(tmp_path / "wide") as wide:
         read = wide.bytes_read
@@ -217,7 +217,7 @@ def test_the_original_is_never_there_as_a_whole(tmp_path: Path, monkeypatch: pyt
 
 def test_the_plan_counts_a_byte_for_a_weight_and_a_scale_for_a_row(checkpoint: Path) -> None:
     with Checkpoint.open(checkpoint) as opened:
-        spans = [opened.span(name) for name in opened.trunk_names() if trunk.is_int8(name)]
+        spans = [opened.span(name) for name in opened.trunk_names() if is_int8(name)]
         saved = sum(rows * columns - 4 * rows for rows, columns in (span.shape for span in spans))
         ops = backend_type("cpu")
         whole, halved = (trunk.trunk_nbytes(opened, ops, precision) for precision in ("bf16", "int8"))

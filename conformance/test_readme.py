@@ -42,7 +42,7 @@ TYPED = [line.text for line in LINES if " -m runtime " in line.text and not line
 
 def test_there_is_something_to_test() -> None:
     assert len(OURS) >= 8
-    commands = "chat doctor drives forecast replicate run serve synth trace verify"
+    commands = "chat convert doctor drives forecast replicate run serve synth trace verify"
     assert {words[0] for words in OURS} == set(commands.split())
 
 

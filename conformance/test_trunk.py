@@ -19,6 +19,7 @@ from commandline import Command, on
 
 from runtime import ops
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.inventory import is_vector
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import Fault
 from runtime.drives.kernel import device_bytes_read
@@ -33,7 +34,6 @@ from runtime.weights.ahead import row_blocks
 from runtime.weights.division import EMBEDDING, IN_A_PASS, Divider
 from runtime.weights.layout import Layout
 from runtime.weights.stream import HEAD
-from runtime.weights.trunk import is_vector
 
 PROMPT = np.random.default_rng(7).integers(0, 512, 24).tolist()
 NEW = 3
@@ -202,6 +202,19 @@ def test_what_is_read_is_what_the_kernel_saw(tmp_path: Path, path: Path) -> None
 
 def write_copy(path: Path, to: Path) -> Path:
     return Path(shutil.copytree(path, to))
+
+
+def test_tensors_under_other_names(path: Path, tmp_path: Path, whole: Any) -> None:
+    """Without the prefix, as some files have them: the same sizes, so that nothing else changes."""
+    renamed = write_copy(path, tmp_path / "renamed")
+    (renamed / "model.safetensors.index.json").unlink()
+    for file in renamed.glob("*.safetensors"):
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = re.sub(rb'"language_model\.([^"]*)"', rb'               "\1"', data[8:end])
+        file.write_bytes(data[:8] + header + data[end:])
+    with loaded(renamed, 0.5) as engine:
+        assert answer(engine) == whole["cpu", "bf16"]
 
 
 def test_a_stop_while_loading_is_prompt(path: Path) -> None:
@@ -493,7 +506,7 @@ def test_blocks_cover_a_matrix(path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         for name in (HEAD, "language_model.model.layers.0.mlp.down_proj.weight"):
             at = 0
-            for block in row_blocks(checkpoint, name, backend_type("cpu")):
+            for block in row_blocks(name, checkpoint.span(name), backend_type("cpu")):
                 assert block.start == at
                 assert block.nbytes <= ops.BLOCK_BYTES
                 at += block.nbytes

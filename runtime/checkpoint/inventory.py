@@ -29,6 +29,15 @@ EXPERT_TENSORS = (
 """In the order they have on disk and in `PackedExpert`."""
 
 
+VECTORS = ("norm", "layernorm", "res_proj", "conv1d", "A_log", "dt_bias", "e_score_correction_bias")
+"""Endings of names that are not matrices, whatever their shape: the rest of the trunk is."""
+
+
+def is_vector(name: str) -> bool:
+    """Whether the trunk tensor of this released name is no matrix."""
+    return name.removesuffix(".weight").endswith(VECTORS)
+
+
 def expert_file(layer: int, expert: int) -> str:
     """The name of a file that has one expert and nothing else, its tensors back to back."""
     return f"L{layer}-E{expert}.bin"

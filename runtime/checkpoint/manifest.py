@@ -56,7 +56,7 @@ def digest(data: memoryview) -> Digest:
 
 
 def checksum(block: memoryview) -> int:
-    """XXH3-64, seed 0, of one MiB, or of what the last one has."""
+    """XXH3-64, seed 0."""
     return xxhash.xxh3_64_intdigest(block)
 
 

@@ -174,6 +174,22 @@ def replicate(
 
 
 @app.command()
+def convert(
+    trunk: Annotated[Literal["int8"], typer.Option(help="What it becomes, which is not weight-exact.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where it goes: a directory, on any drive but in no model.")],
+    model: Model = None,
+) -> None:
+    """Write the trunk in int8 once, so that runs with --trunk int8 and --drive NAME=DIR read half the bytes.
+
+    What is written is read back and compared before it gets its name. One that is there already is compared. Copies of
+    the file in directories on several drives are read together.
+    """
+    from runtime.commands.convert import convert as command
+
+    command(model, out)
+
+
+@app.command()
 @with_engine
 def serve(
     *,

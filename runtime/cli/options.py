@@ -21,7 +21,7 @@ System = Annotated[str | None, typer.Option(help="System message, with --chat.")
 Effort = Literal["low", "high", "max"]
 Drive = Annotated[
     list[str] | None,
-    typer.Option("--drive", metavar="NAME=PATH", help="A directory with experts, beside the model's. Repeat."),
+    typer.Option("--drive", metavar="NAME=PATH", help="A directory with experts, or what convert made. Repeat."),
 ]
 SimulatedDrive = Annotated[
     list[str] | None,

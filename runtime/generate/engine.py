@@ -223,7 +223,7 @@ class Engine:
             backend = backend or default_backend()
             tokenizer = load_tokenizer(checkpoint)
             tokens = None if prompt is None else prompt(checkpoint, tokenizer)
-            drives = open_drives(checkpoint, layout, trace)
+            drives = open_drives(checkpoint, layout, trace, trunk)
             checks = ReadChecks.open(checkpoint, verify_reads, layout.paths(checkpoint.path))
             unguided = _why_not(checkpoint, drives, reuse, prefetch)
             guesses = 0 if unguided else checkpoint.config.num_experts_per_token * GUESSED_LAYERS
@@ -233,7 +233,8 @@ class Engine:
             supply = Supply(reading=reading)
             if drives is not None:
                 reading += drives.extra_bytes
-                supply = Supply(drives.unit_bytes, reading, True, drives.alignment, drives.hedges)
+                converted = drives.converted is not None
+                supply = Supply(drives.unit_bytes, reading, True, drives.alignment, drives.hedges, converted)
             plan = make_plan(checkpoint, wanted, supply)
             if announce is not None:
                 announce(checkpoint, plan, drives, checks)
@@ -252,7 +253,7 @@ class Engine:
                 ops,
                 trunk,
                 progress,
-                None if drives is None else drives.trunk_reads(),
+                None if drives is None else drives.trunk_reads(verify_reads),
                 division.streamed,
                 division.room_bytes,
                 division.block_bytes,

@@ -68,13 +68,15 @@ class Wanted:
 @dataclass(frozen=True)
 class Supply:
     """How things are read. unit_bytes: what one expert takes in the cache, when that is more than its own; reading:
-    what reading needs besides. alignment and hedges of the drives' buffers; without drives nothing is streamed."""
+    what reading needs besides. alignment and hedges of the drives' buffers; without drives nothing is streamed.
+    converted: there is a converted trunk."""
 
     unit_bytes: int | None = None
     reading: int = 0
     drives: bool = False
     alignment: int = 1
     hedges: int = 0
+    converted: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class _Planning:
         self.cache_floor = staging_floor(checkpoint, supply.unit_bytes)
         if wanted.expert_cache is not None:
             check_budget(checkpoint, wanted.expert_cache, supply.unit_bytes)
-        self.divider = self._divider(wanted.trunk)
+        self.divider = self._divider(wanted.trunk, supply.converted)
         self.parts: dict[str, int] = {
             "process": psutil.Process().memory_info().rss + MARGIN,
             "trunk": 0,
@@ -218,8 +220,8 @@ class _Planning:
             count = min(config.num_experts, tokens * config.num_experts_per_token)
         return count * (self.supply.unit_bytes or self.checkpoint.expert_nbytes)
 
-    def _divider(self, precision: Precision) -> Divider:
-        return Divider(self.checkpoint, self.ops, precision, self.supply.alignment, self.supply.hedges)
+    def _divider(self, precision: Precision, converted: bool = False) -> Divider:
+        return Divider(self.checkpoint, self.ops, precision, self.supply.alignment, self.supply.hedges, converted)
 
     @property
     def _left(self) -> int:
@@ -274,11 +276,15 @@ class _Planning:
         )
 
     def _advice(self, plan: MemoryPlan) -> str:
-        """What `--trunk int8` would read less, where the trunk is streamed as released."""
-        if not plan.trunk.room_bytes or self.wanted.trunk == "int8":
+        """What `--trunk int8` would read less, where the trunk is streamed, and a converted one."""
+        if not plan.trunk.room_bytes or self.supply.converted:
             return ""
-        halved = self._divider("int8").divide(plan["trunk"] + plan["staging"])
-        return f"; with --trunk int8, which is not weight-exact, {size(halved.read_bytes)}"
+        room = plan["trunk"] + plan["staging"]
+        made, converted = (size(self._divider("int8", there).divide(room).read_bytes) for there in (False, True))
+        if self.wanted.trunk == "int8":
+            return f"; from a converted trunk (python -m runtime convert), {converted}"
+        less = f", {converted} from a converted trunk" if converted != made else ""
+        return f"; with --trunk int8, which is not weight-exact, {made}{less}"
 
 
 def _taken(trunk: Division) -> tuple[int, int]:

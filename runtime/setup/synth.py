@@ -36,7 +36,7 @@ from runtime.checkpoint.inventory import (
 from runtime.checkpoint.survey import INDEX_NAME
 from runtime.config import CONFIG_NAME, ModelConfig
 from runtime.errors import CheckpointError, StorageError, UsageError
-from runtime.progress import Progress
+from runtime.progress import Meter, Progress
 from runtime.setup.shapes import shape_config
 from runtime.text.tokenizer import N_SPECIAL, write_tokenizer
 from runtime.units import size
@@ -112,7 +112,7 @@ def write_checkpoint(
     published: list[Path] = []
     try:
         partial.mkdir()
-        meter = _Meter(total, progress or (lambda done, total: None))
+        meter = Meter(progress or (lambda done, total: None), total)
         for shard in shards:
             _write_shard(partial / shard.file_name, shard, seed, meter)
         _write_index(partial / INDEX_NAME, shards, total)
@@ -213,18 +213,7 @@ def _shards(config: ModelConfig, seed: int, pad_a_log: bool) -> Iterator[_Shard]
         yield _Shard(f"model-{number:05}-of-{count:06}.safetensors", layer, config, seed, pad_a_log)
 
 
-class _Meter:
-    """Counts what is written and tells the caller."""
-
-    def __init__(self, total: int, progress: Progress):
-        self.total, self.progress, self.done = total, progress, 0
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        self.progress(self.done, self.total)
-
-
-def _write_shard(path: Path, shard: _Shard, seed: int, meter: _Meter) -> None:
+def _write_shard(path: Path, shard: _Shard, seed: int, meter: Meter) -> None:
     with path.open("wb", buffering=0) as file:
         _write(file, _header(shard))
         for name, spec in shard.tensors():

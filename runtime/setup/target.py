@@ -34,6 +34,19 @@ PART = ".part"
 _UNFINISHED = re.compile(rf"\.L[0-9]+-E[0-9]+\.bin{re.escape(PART)}|\.{re.escape(COPY_NAME)}\.[0-9a-f]{{8}}")
 
 
+def hold(folder: Path) -> int:
+    """Keep others out of a directory as long as the descriptor is open. Raises BlockingIOError when one is there."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return fd
+
+
 class Target:
     """A directory, held by this process from `open` to `close`. `files`: the copies that were there at the start.
 
@@ -59,17 +72,11 @@ class Target:
     def _hold(self) -> int:
         """Keep others out, as long as the descriptor is open."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return hold(self.path)
+        except BlockingIOError:
+            raise UsageError(f"--to {self.path}: another replicate is writing there; wait for it to end") from None
         except OSError as error:
             raise self._trouble("open", error) from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise UsageError(f"--to {self.path}: another replicate is writing there; wait for it to end") from None
-        except OSError:
-            pass  # a file system without locks
-        return fd
 
     def _sweep(self) -> None:
         """Remove what earlier runs left unfinished; find out whether anything can be written."""

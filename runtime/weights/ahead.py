@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint import Checkpoint, TensorSpan
+from runtime.checkpoint.converted import ConvertedTrunk, trunk_spans
 from runtime.drives.buffers import Buffer
 from runtime.drives.jobs import Job, Span
 from runtime.drives.outcomes import Landed, Lost
@@ -19,6 +22,7 @@ from runtime.drives.reader import Reader
 from runtime.errors import StorageError
 from runtime.ops import Ops
 from runtime.progress import Pulse
+from runtime.weights.checks import TrunkCheck
 from runtime.weights.reads import PATIENCE_S
 
 BEHIND = 1 << 40
@@ -49,26 +53,42 @@ class Block(NamedTuple):
         return BlockKey(self.name, self.first)
 
 
-def row_blocks(checkpoint: Checkpoint, name: str, ops: Ops | type[Ops]) -> Iterator[Block]:
-    """The blocks in which a matrix is read by rows."""
-    rows, columns = checkpoint.span(name).shape
-    step = ops.block_rows(columns)
+def row_blocks(name: str, span: TensorSpan, ops: Ops | type[Ops]) -> Iterator[Block]:
+    """The blocks in which a matrix, which lies there, is read by rows."""
+    rows, columns = span.shape
+    step, row_nbytes = ops.block_rows(columns), span.nbytes // rows
     for first in range(0, rows, step):
-        yield Block(name, first, 2 * first * columns, 2 * columns * (min(first + step, rows) - first))
+        yield Block(name, first, first * row_nbytes, (min(first + step, rows) - first) * row_nbytes)
 
 
+@dataclass(frozen=True)
 class TrunkReads:
-    """Where the trunk lies: in the released files, on every drive that stands for the model's directory."""
+    """Where the trunk lies: in the released files, on the drives `holders`, every one that stands for the model's
+    directory; or, of the matrices in `converted`, in that file, on every drive of `converted_on` that has it."""
 
-    def __init__(self, checkpoint: Checkpoint, reader: Reader, holders: tuple[str, ...]) -> None:
-        self.checkpoint, self.reader = checkpoint, reader
-        self._holders = holders
+    checkpoint: Checkpoint
+    reader: Reader
+    holders: tuple[str, ...]
+    converted: ConvertedTrunk | None = None
+    converted_on: tuple[str, ...] = ()
+    check: TrunkCheck | None = None
+    """Looks at what is read of the converted ones."""
+
+    @cached_property
+    def spans(self) -> dict[str, TensorSpan]:
+        """By released name."""
+        return trunk_spans(self.checkpoint, self.converted is not None)
+
+    def is_converted(self, name: str) -> bool:
+        """Whether this tensor is read as int8."""
+        return self.converted is not None and name in self.converted.matrices
 
     def job(self, block: Block, barrier: int = 0, room: int = 0) -> Job:
         """The block as what the drives are asked for. `room`: see `Job`."""
-        span = self.checkpoint.span(block.name)
+        span = self.spans[block.name]
         file, offset = span.path.name, span.offset + block.start
-        copies = tuple(Span(holder, file, offset, block.nbytes) for holder in self._holders)
+        holders = self.converted_on if self.is_converted(block.name) else self.holders
+        copies = tuple(Span(holder, file, offset, block.nbytes) for holder in holders)
         return Job(block.key, copies, barrier=barrier, room=room)
 
     def cost(self, nbytes: int) -> int:

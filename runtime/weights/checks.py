@@ -1,4 +1,5 @@
-"""`--verify-reads`: what is read for the model is compared with the manifest before anybody computes with it.
+"""`--verify-reads`: what is read for the model is compared with the manifest before anybody computes with it; of a
+converted trunk, which has its own checksums, before what was computed with it is used.
 
 The manifest of the program's home speaks for every copy. One that lies in a drive's directory speaks for that drive's
 copies, where the first says nothing: it can tell that they were damaged, never that others were. What no manifest
@@ -15,8 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.converted import ConvertedTrunk, damaged
 from runtime.checkpoint.manifest import (
     BLOCK_BYTES,
     COPY_NAME,
@@ -161,6 +164,34 @@ class ScaleCheck:
             if scales and int(np.frombuffer(scales, np.uint8).max()) == SCALE_NAN:
                 return f"{part.file}: {name} has the scale byte 255 (NaN), which no released weight has"
         return ""
+
+
+class TrunkCheck:
+    """Compares what is read of a converted trunk with its checksums: with `first` each matrix once, with `all` always.
+
+    A matrix is whole with its last rows, and before those are computed with it is compared.
+    """
+
+    def __init__(self, converted: ConvertedTrunk, mode: VerifyReads) -> None:
+        self._converted, self._mode = converted, mode
+        self._seen: set[str] = set()
+        self._hash, self._hashed = xxhash.xxh3_64(), 0
+
+    def __call__(self, name: str, first: int, data: memoryview) -> None:
+        """Rows `first` on of a matrix, whose rows come in their order, are these. Raises StorageError."""
+        if self._mode == "off" or name in self._seen:
+            return
+        if not first:
+            self._hash.reset()
+            self._hashed = 0
+        self._hash.update(data)
+        self._hashed += len(data)
+        if self._hashed < self._converted.matrices[name].nbytes:
+            return
+        if self._hash.intdigest() != self._converted.sums[name].values:
+            raise StorageError(damaged(self._converted.path, name))
+        if self._mode == "first":
+            self._seen.add(name)
 
 
 def mebibytes(numbers: list[int]) -> str:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.converted import trunk_spans
+from runtime.checkpoint.int8 import is_int8
 from runtime.checkpoint.inventory import LAYERS, PREFIX
 from runtime.drives.buffers import BufferPool
 from runtime.ops import Ops
 from runtime.weights.ahead import row_blocks
 from runtime.weights.stream import HEAD, ROWS_AT_ONCE
-from runtime.weights.trunk import Precision, is_int8, kept_nbytes
+from runtime.weights.trunk import Precision, kept_nbytes
 
 EMBEDDING = PREFIX + "model.embed_tokens.weight"
 
@@ -65,13 +67,21 @@ class Divider:
     """Divides one checkpoint's trunk for a backend and a precision."""
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: type[Ops], precision: Precision, alignment: int = 1, hedges: int = 0
+        self,
+        checkpoint: Checkpoint,
+        ops: type[Ops],
+        precision: Precision,
+        alignment: int = 1,
+        hedges: int = 0,
+        converted: bool = False,
     ) -> None:
-        """alignment: of buffers; hedges: how many more of them there may be for reads that are late."""
+        """alignment: of buffers; hedges: how many more of them there may be for reads that are late; converted: int8
+        is not made of what is read, but read."""
         self._checkpoint, self._ops, self._precision, self._hedges = checkpoint, ops, precision, hedges
+        self._converted, self._spans = converted, trunk_spans(checkpoint, converted)
         self._pool = BufferPool(0, alignment)
         self.order = sorted((n for n in checkpoint.trunk_names() if _place(n) is not None), key=_order)
-        blocks = {name: [b.nbytes for b in row_blocks(checkpoint, name, ops)] for name in self.order}
+        blocks = {name: [b.nbytes for b in row_blocks(name, self._spans[name], ops)] for name in self.order}
         self._largest = {name: max(sizes) for name, sizes in blocks.items()}
         self._blocks = sum(map(len, blocks.values()))
         self.everything = sum(map(self._kept, checkpoint.trunk_names()))
@@ -105,11 +115,10 @@ class Divider:
 
     def streaming(self, streamed: list[str], count: int) -> Division:
         """The division that streams these, in the order of a pass, through so many buffers."""
-        checkpoint = self._checkpoint
         matrices = [name for name in streamed if name != EMBEDDING]
         unit = self._unit(matrices)
-        read = sum(checkpoint.span(name).nbytes for name in matrices)
-        rows = checkpoint.span(EMBEDDING)
+        read = sum(self._spans[name].nbytes for name in matrices)
+        rows = self._spans[EMBEDDING]
         buffers = count * unit + self._rows_bytes() * (EMBEDDING in streamed)
         return Division(
             tuple(streamed),
@@ -131,23 +140,23 @@ class Divider:
 
     def _converted_bytes(self, matrices: Sequence[str]) -> int:
         """What blocks become beside their buffers while they are computed with, at most."""
-        unit = self._unit(matrices)
+        unit, on_mlx = self._unit(matrices), self._ops.name == "mlx"
         if self._ops.name == "reference":
-            return 5 * unit
+            return (9 if self._converted else 5) * unit
         if self._precision == "bf16":
-            return unit if self._ops.name == "mlx" else 0
+            return unit * on_mlx
         whole = max((self._kept(name) for name in matrices if is_int8(name)), default=0)
-        return 2 * unit + (2 * whole if self._ops.name == "mlx" else 0)
+        return (on_mlx if self._converted else 2) * unit + 2 * whole * on_mlx
 
     def _rows_bytes(self) -> int:
         """Buffers of the rows of the embedding that are under way at once."""
-        _, columns = self._checkpoint.span(EMBEDDING).shape
+        _, columns = self._spans[EMBEDDING].shape
         return ROWS_AT_ONCE * self._pool.cost(2 * columns)
 
     def _worth(self, name: str) -> tuple[bool, bool, int, int]:
         """Lower stays sooner."""
         layer, at = _order(name)
-        return name == HEAD, self._checkpoint.span(name).nbytes >= SMALL_BYTES, at, layer
+        return name == HEAD, self._spans[name].nbytes >= SMALL_BYTES, at, layer
 
 
 def _place(name: str) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.converted import FILE_NAME, ConvertedTrunk
 from runtime.drives.buffers import BufferPool, Make
 from runtime.drives.crew import ReadCounts, Verify
 from runtime.drives.device import Device
@@ -28,9 +30,10 @@ from runtime.drives.waits import TRUNK
 from runtime.errors import CheckpointError, StorageError, UsageError
 from runtime.units import per_second
 from runtime.weights.ahead import BlockKey, TrunkReads
-from runtime.weights.checks import ScaleCheck
+from runtime.weights.checks import ScaleCheck, TrunkCheck, VerifyReads
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Placement, Shards, open_holder
 from runtime.weights.reads import DriveReads
+from runtime.weights.trunk import Precision
 
 SMALL_BYTES = MIB
 """Below this, experts in the model directory alone are read plainly."""
@@ -79,8 +82,13 @@ class Drives:
     no holder, StorageError when that is because a drive cannot be read, or the model directory cannot.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None, trunk: Precision = "bf16"
+    ) -> None:
+        """trunk: in `int8`, it is read from every directory that has it converted; in `bf16`, from none of them."""
         self.trace = trace
+        self.converted: ConvertedTrunk | None = None
+        self._converted_on: list[str] = []
         self._checkpoint = checkpoint
         released = [Shards(name, checkpoint) for name in [limit.name for limit in layout.limits] or [MODEL]]
         self._trunk_on = tuple(holder.name for holder in released)
@@ -94,8 +102,8 @@ class Drives:
         self.settings: dict[str, dict[str, object]] = {}
         try:
             for shards in released:
-                self._open(shards, paths[shards.name], limits.get(shards.name))
-            files, unusable = self._open_directories(layout)
+                self._open(shards, paths[shards.name], "bf16", limits.get(shards.name))
+            files, unusable = self._open_directories(layout, trunk)
             self.placement = self._place([*released, *files], unusable)
         except BaseException:
             self.close()
@@ -105,29 +113,42 @@ class Drives:
         self.notes = unusable + self.placement.notes
         self._look_up(paths, limits)
 
-    def _open(self, holder: Holder, path: Path, limit: Limit | None = None) -> None:
+    def _open(self, holder: Holder, path: Path, trunk: Precision | None, limit: Limit | None = None) -> None:
         device = open_holder(holder, path, self._checkpoint)
         self._devices.append(device if limit is None else ThrottledDevice(device, limit))
         self._holders.append(holder)
         self.settings[holder.name] = {
             "path": str(path),
             "experts": int(np.count_nonzero(holder.here)),
+            "trunk": trunk,
             "limit_bytes_per_s": limit and limit.rate,
             "limit_latency_s": limit and limit.latency_s,
         }
 
-    def _open_directories(self, layout: Layout) -> tuple[list[ExpertFiles], list[str]]:
+    def _open_directories(self, layout: Layout, trunk: Precision) -> tuple[list[ExpertFiles], list[str]]:
         """(what they hold, why some cannot be used): a drive that fails now is as good as one that fails later."""
         files, unusable = [], []
         for name, path in layout.directories:
             try:
-                holder = ExpertFiles(name, path, self._checkpoint)
-                if holder.here.any():
-                    self._open(holder, path)
-                files.append(holder)
+                holder, converted = ExpertFiles(name, path, self._checkpoint), None
+                if trunk == "int8" and os.path.lexists(path / FILE_NAME):
+                    converted = ConvertedTrunk.open(path / FILE_NAME, self._checkpoint)
+                if holder.here.any() or converted is not None:
+                    self._open(holder, path, None if converted is None else "int8")
+                if holder.here.any() or converted is None:
+                    files.append(holder)
+                if converted is not None:
+                    self._take(name, converted)
             except StorageError as error:
                 unusable.append(f"{error}; it is not used")
         return files, unusable
+
+    def _take(self, name: str, converted: ConvertedTrunk) -> None:
+        """A drive has the trunk converted. Raises CheckpointError for one that is not what another drive has."""
+        if self.converted is not None and self.converted.sums != converted.sums:
+            raise CheckpointError(f"{converted.path} and {self.converted.path} differ; remove one of them")
+        self.converted = self.converted or converted
+        self._converted_on.append(name)
 
     def _place(self, holders: Sequence[Holder], unusable: Sequence[str]) -> Placement:
         try:
@@ -184,17 +205,26 @@ class Drives:
         bounces = direct if self._checkpoint.scattered else min(direct, POLICY.max_bounces)
         checks = len(self._devices) * min(POLICY.check_bytes, self._checkpoint.expert_nbytes)
         trace = 0 if self.trace is None else TraceLog.nbytes()
-        return (SPOILED + self.hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks + trace
+        scales = 0 if self.converted is None else self.converted.nbytes
+        return (SPOILED + self.hedges) * self.unit_bytes + bounces * BOUNCE_BYTES + checks + trace + scales
 
     def lines(self) -> list[str]:
         """Each drive with its mode and what it holds, for people."""
         total = self._checkpoint.experts_here.size
         said = []
         for device in self._devices:
-            facts, trunk = self.settings[device.name], ", the trunk" * (device.name in self._trunk_on)
+            facts = self.settings[device.name]
             experts = f"{facts['experts']:,} of {total:,} experts"
-            said.append(f"{device.name}: {experts}{trunk}, {device.mode}{_manner(facts)}")
+            said.append(f"{device.name}: {experts}{self._trunk_of(device.name)}, {device.mode}{_manner(facts)}")
         return said + self.notes
+
+    def _trunk_of(self, name: str) -> str:
+        """What of the trunk is read from a drive, for people."""
+        if name in self._converted_on:
+            return ", the trunk in int8"
+        if name in self._trunk_on:
+            return ", the trunk" if self.converted is None else ", of the trunk what stays as released"
+        return ""
 
     def start(
         self,
@@ -234,10 +264,14 @@ class Drives:
         ahead = budget_bytes // self.unit_bytes
         return DriveReads(self._checkpoint, self.placement, self.reader, self.unit_bytes, ahead, guesses)
 
-    def trunk_reads(self) -> TrunkReads:
-        """How the trunk is read. After `start`."""
+    def trunk_reads(self, verify: VerifyReads = "first") -> TrunkReads:
+        """How the trunk is read, and what is compared of one that is converted. After `start`."""
         assert self.reader is not None
-        return TrunkReads(self._checkpoint, self.reader, self._trunk_on)
+        if self.converted is None:
+            return TrunkReads(self._checkpoint, self.reader, self._trunk_on)
+        check = TrunkCheck(self.converted, verify)
+        on = tuple(self._converted_on)
+        return TrunkReads(self._checkpoint, self.reader, self._trunk_on, self.converted, on, check)
 
     def counts(self) -> tuple[dict[str, ReadCounts], dict[str, ReadCounts], dict[str, str]]:
         """By drive, by kind, and the mode of each drive."""
@@ -285,11 +319,13 @@ def _manner(facts: Mapping[str, Any]) -> str:
     return said
 
 
-def open_drives(checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None) -> Drives | None:
+def open_drives(
+    checkpoint: Checkpoint, layout: Layout, trace: TraceLog | None = None, trunk: Precision = "bf16"
+) -> Drives | None:
     """The drives of a run, or None where one plain directory of small experts needs none of it.
 
     What is traced is read by drive, however small: there is nothing else to trace.
     """
     if layout.is_plain and checkpoint.expert_nbytes < SMALL_BYTES and trace is None:
         return None
-    return Drives(checkpoint, layout, trace)
+    return Drives(checkpoint, layout, trace, trunk)

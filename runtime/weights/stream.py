@@ -23,8 +23,8 @@ from runtime.ops import Array, Ops, Weight
 from runtime.progress import Pulse
 from runtime.weights.ahead import BEHIND, Ahead, Block, BlockKey, TrunkReads, row_blocks
 
-Convert = Callable[[str, int, npt.NDArray[np.uint16]], Weight]
-"""(name, first row, rows) → a matrix of these rows."""
+Convert = Callable[[str, int, memoryview], Weight]
+"""(name, first row, the bytes of some rows) → a matrix of these rows."""
 
 HEAD = PREFIX + "lm_head.weight"
 """The matrix that not every pass wants, the last one of those that do."""
@@ -62,7 +62,7 @@ class Stream:
         self.restarts = self.taken_bytes = 0
         self._reads, self._ops, self._convert = reads, ops, convert
         self._room, self._block_bytes = room_bytes, block_bytes
-        self._order = [block for name in names for block in row_blocks(reads.checkpoint, name, ops)]
+        self._order = [block for name in names for block in row_blocks(name, reads.spans[name], ops)]
         self._place = {block.key: at for at, block in enumerate(self._order)}
         self._head, self._pulse = True, nothing
         self._ahead: Ahead | None = None
@@ -70,7 +70,7 @@ class Stream:
 
     def handle(self, name: str) -> Streamed:
         """The matrix of this released name."""
-        rows, columns = self._reads.checkpoint.span(name).shape
+        rows, columns = self._reads.spans[name].shape
         return Streamed(name, rows, columns)
 
     def begin_pass(self, head: bool, pulse: Pulse) -> None:
@@ -85,9 +85,8 @@ class Stream:
         at = self._place[BlockKey(matrix.name, 0)]
         while at < len(self._order) and (block := self._order[at]).name == matrix.name:
             key, buffer = self._take(at)
-            bits = self._reads.checkpoint.view_rows(block.name, buffer.view)
             try:
-                yield self._convert(block.name, block.first, bits)
+                yield self._convert(block.name, block.first, buffer.view)
             finally:
                 buffer.release()
             self.taken_bytes += block.nbytes
