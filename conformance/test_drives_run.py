@@ -223,10 +223,9 @@ def test_on_the_other_backends(backend: str, tiny: Path) -> None:
     for layout in (None, limits(4e8, 2e8)):
         with Engine.load(tiny, backend=backend, layout=layout) as engine:
             answers.append(outcome(engine.session().generate([1, 2, 3, 4, 5], 4, logits_hash=True)))
-            if layout is not None and backend == "mlx":
-                assert engine.drives is not None
+            if engine.drives is not None:
                 assert engine.drives.reader is not None
-                assert engine.drives.reader.pool.in_use == 0, "what was copied is given back"
+                assert engine.drives.reader.pool.in_use == engine.experts.stats.bytes_held, "a buffer is an expert's"
     assert answers[0] == answers[1]
 
 
