@@ -49,6 +49,7 @@ from runtime.drives.reader import Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.errors import DoesNotFitError, StorageError
+from runtime.weights import landing
 
 PATIENCE_S = 20.0
 """How long a test waits for what must happen. It is never waited for when all is well."""
@@ -644,6 +645,25 @@ def test_a_late_read_that_comes_first_after_all_wins(engine: Callable[..., Reade
     assert reader.pool.in_use == reader.pool.cost(50_000), "the other read is under way"
     assert not reader.idle
     second.set()
+    settle(reader)
+    assert reader.pool.in_use == 0
+
+
+def test_whoever_needs_the_bytes_is_told_that_a_drive_hangs(
+    engine: Callable[..., Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three lands; nobody waits for the others any more, and nothing of them is left when they end."""
+    monkeypatch.setattr(landing, "PATIENCE_S", 0.01)
+    gate = Gate(lambda n: n > 0)
+    lone = Shelf("lone", {"f": DATA}, gate)
+    reader = engine([(lone, spec(lone, 1e9, 1))], policy=PATIENT)
+    reader.submit(jobs_of(DATA, 50_000, ["lone"], 3))
+    until(lambda: 0 in reader._outcomes)
+    landed = landing.as_landed(reader, range(3), lambda key: f"job {key}", None)
+    next(landed).buffer.release()
+    with pytest.raises(StorageError, match=r"^job 1 and 1 more have not come, and nothing else has for 0 s: a drive"):
+        next(landed)
+    gate.opened.set()
     settle(reader)
     assert reader.pool.in_use == 0
 

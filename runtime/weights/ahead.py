@@ -17,13 +17,11 @@ from runtime.checkpoint import Checkpoint, TensorSpan
 from runtime.checkpoint.converted import ConvertedTrunk, trunk_spans
 from runtime.drives.buffers import Buffer
 from runtime.drives.jobs import Job, Span
-from runtime.drives.outcomes import Landed, Lost
 from runtime.drives.reader import Reader
-from runtime.errors import StorageError
 from runtime.ops import Ops
 from runtime.progress import Pulse
 from runtime.weights.checks import TrunkCheck
-from runtime.weights.reads import PATIENCE_S
+from runtime.weights.landing import as_landed
 
 BEHIND = 1 << 40
 """Barriers of blocks that are read ahead: behind those of experts."""
@@ -126,17 +124,9 @@ class Ahead:
         if not self._begun:
             return None
         key = self._begun[0]
-        try:
-            outcome = next(self._reads.reader.as_landed([key], PATIENCE_S, self._pulse))
-        except TimeoutError:
-            message = f"{key} has not come and nothing else has for {PATIENCE_S:.0f} s: a drive hangs"
-            raise StorageError(message) from None
+        landed = next(as_landed(self._reads.reader, [key], str, self._pulse))
         del self._begun[0]
-        if isinstance(outcome, Lost):
-            raise outcome.error(str(key))
-        if not isinstance(outcome, Landed):
-            raise StorageError(f"{key}: its read was cancelled")
-        return key, outcome.buffer
+        return key, landed.buffer
 
     def done(self, key: BlockKey) -> None:
         """The buffer of this block is released, or kept: there is room for others."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,15 +16,12 @@ import numpy as np
 from runtime.checkpoint import Checkpoint, PackedExpert
 from runtime.drives.buffers import Buffer
 from runtime.drives.jobs import Job, Priority
-from runtime.drives.outcomes import Fate, Landed, Lost
+from runtime.drives.outcomes import Fate, Landed
 from runtime.drives.reader import Reader
 from runtime.drives.waits import DEMAND, Waits
-from runtime.errors import StorageError
 from runtime.weights.checks import ReadChecks
+from runtime.weights.landing import as_landed
 from runtime.weights.placement import MODEL, Placement
-
-PATIENCE_S = 300.0
-"""A layer that gets nothing for so long is told that its drives hang."""
 
 Release = Callable[[], None]
 
@@ -141,29 +138,10 @@ class DriveReads:
     def landed(
         self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None
     ) -> Iterator[Arrival]:
-        left = {(layer, e) for e in experts}
-        outcomes = self._reader.as_landed(tuple(left), PATIENCE_S, pulse)
-        try:
-            for outcome in outcomes:
-                left.remove(outcome.key)  # type: ignore[arg-type]
-                expert = outcome.key[1]  # type: ignore[index]
-                if isinstance(outcome, Lost):
-                    raise outcome.error(f"layer {layer} expert {expert}")
-                if not isinstance(outcome, Landed):
-                    raise StorageError(f"layer {layer} expert {expert}: its read was cancelled")
-                yield self._arrival(layer, expert, outcome.buffer)
-        except TimeoutError:
-            raise StorageError(
-                f"layer {layer}: {len(left)} experts, {min(left)[1]} among them, have not come and nothing else has "
-                f"for {PATIENCE_S:.0f} s: a drive hangs"
-            ) from None
-        finally:
-            if left:
-                self._reader.cancel(left)
-                with suppress(StorageError, TimeoutError):  # what had landed, and was not taken
-                    for outcome in outcomes:
-                        if isinstance(outcome, Landed):
-                            outcome.buffer.release()
+        keys = [(layer, expert) for expert in experts]
+        with closing(as_landed(self._reader, keys, _name, pulse)) as landing:  # type: ignore[type-var]
+            for landed in landing:
+                yield self._arrival(layer, landed.key[1], landed.buffer)  # type: ignore[index]
 
     def settle(self, layer: int, experts: Collection[int]) -> tuple[list[Arrival], list[int]]:
         arrivals, gone = [], []
@@ -188,3 +166,8 @@ class DriveReads:
         """Its scales were looked at when they were read (`checks.ScaleCheck`)."""
         data = np.frombuffer(buffer.view, np.uint8)
         return Arrival(expert, self._checkpoint.view_expert(layer, expert, data, check=False), buffer.release)
+
+
+def _name(key: tuple[int, int]) -> str:
+    layer, expert = key
+    return f"layer {layer} expert {expert}"
