@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -113,14 +113,15 @@ class Roofs:
 
         def multiply() -> None:
             while not done.is_set():
-                _multiply(MOMENT)
+                self._multiply(MOMENT)
 
         threads = [self._pool.submit(multiply) for _ in range(self.threads)]
         try:
             yield
         finally:
             done.set()
-            wait(threads)
+            for thread in threads:
+                thread.result()
 
 
 def machine() -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
+from commandline import HANGS_S
 
 from benchmarks import kernels
 from benchmarks.kernels import Case, Dimensions, about, cases, main, measure, record, table
@@ -71,6 +73,19 @@ def test_every_multiply_add_of_the_roof_is_computed() -> None:
     computed = compiled.count("call <16 x float> @llvm.fma.v16f32")
     assert computed >= CHAINS
     assert computed % CHAINS == 0
+
+
+def test_meanwhile_all_threads_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofs, calls = Roofs(2, read_bytes=1 << 20), threading.Semaphore(0)
+    multiply = roofs._multiply
+
+    def noted(n: int) -> None:
+        multiply(n)
+        calls.release()
+
+    monkeypatch.setattr(roofs, "_multiply", noted)
+    with roofs.busy():
+        assert all(calls.acquire(timeout=HANGS_S) for _ in range(4))
 
 
 @pytest.mark.parametrize("words", [["--rows", "1,x"], ["--threads", "0"], ["--repeats", "0"], ["--json", "/"]])
