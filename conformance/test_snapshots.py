@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from serverside import lend, served
 
 from runtime.errors import UsageError
 from runtime.generate import Engine, Sampler, Snapshot, Snapshots, Spill
+from runtime.generate import spill as spilling
 from runtime.generate.engine import chunks
 from runtime.generate.spill import SUFFIX
 from runtime.units import size
@@ -113,6 +114,28 @@ def test_what_is_not_this_engine_s_is_left_alone(engine: Engine, embedded_engine
     assert len(spill) == 0
     assert spill.longest(PROMPT, 0) is None
     assert len(list(tmp_path.iterdir())) == 3
+
+
+ELSEWHERE: dict[str, Callable[[], object]] = {
+    "processor": lambda: "another-0123456789abcdef",
+    "versions": lambda: {"numba": "0.1"},
+    "sources": lambda: "0123456789abcdef",
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_was_computed_elsewhere_is_left_alone(
+    what: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = after(engine, 40)
+    with monkeypatch.context() as there:
+        there.setattr(spilling, what, ELSEWHERE[what])
+        Spill(tmp_path, GIGA, engine, nobody).write(kept)
+        assert len(Spill(tmp_path, GIGA, engine, nobody)) == 1
+    spill = Spill(tmp_path, GIGA, engine, nobody)
+    assert spill.longest(PROMPT, 0) is None
+    spill.write(kept)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_disk_has_a_budget(engine: Engine, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from runtime.checkpoint.arrays import Unreadable, pack_arrays, read_arrays, word
 from runtime.checkpoint.headers import scan
 from runtime.errors import CheckpointError
 from runtime.generate.engine import Engine
+from runtime.generate.record import versions
 from runtime.generate.snapshots import Snapshot
 from runtime.home import write_whole
 from runtime.model.state import arrays_of_state, state_of_arrays
@@ -136,12 +137,36 @@ def _mark_used(path: Path) -> None:
 
 
 def identity(engine: Engine) -> str:
-    """What a state depends on beside its tokens: weights, arithmetic, build and machine."""
+    """What a state depends on beside its tokens: weights, arithmetic, build and machine.
+
+    By design the bits of `cpu` are the same on every processor, whatever its vectors; but NumPy's and MLX's are not,
+    and what a compiler has made of the design elsewhere nobody compares when a conversation goes on. So a state is
+    used where it was made: by the same sources, libraries and processor. Elsewhere it is computed anew.
+    """
     parts = (
         engine.checkpoint.fingerprint,
         engine.ops.name,
         engine.model.trunk.precision,
-        runtime.__version__,
+        *(f"{name}-{version}" for name, version in versions().items()),
+        sources(),
         platform.machine(),
+        processor(),
     )
     return " ".join(parts)
+
+
+def sources() -> str:
+    """A digest of this program's arithmetic, which may change between two releases."""
+    here = Path(runtime.__file__).parent
+    files = sorted(path for room in ("model", "ops") for path in (here / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def processor() -> str:
+    """The name of its kind, and a digest of what it can do, as the compiler sees it."""
+    import llvmlite.binding as llvm
+
+    features = ""
+    with suppress(RuntimeError):  # not told of every system
+        features = llvm.get_host_cpu_features().flatten()
+    return f"{llvm.get_host_cpu_name()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
