@@ -66,6 +66,8 @@ SMALL = Policy(
 """Limits for small jobs and short tests."""
 PATIENT = replace(SMALL, deadline_floor_s=1000.0, check_timeout_s=PATIENCE_S)
 """The same, but nothing is ever late: what stands still stays so, and a busy machine makes no faults."""
+OF_A_RUN = Policy(deadline_floor_s=1000.0, check_timeout_s=PATIENCE_S)
+"""A run's own limits, but nothing is ever late."""
 
 
 # --- drives in memory ---
@@ -265,7 +267,7 @@ def test_several_drives_deliver_every_byte_once_and_right(
     devices = [ThrottledDevice(RealDevice(x.name, root / x.name), x) for x in limits]
     specs = [spec(devices[0], 400e6), spec(devices[1], None), spec(devices[2], 150e6)]
     traces: list[ReadRecord] = []
-    reader = engine(list(zip(devices, specs, strict=True)), policy=Policy(), trace=traces.append)
+    reader = engine(list(zip(devices, specs, strict=True)), policy=OF_A_RUN, trace=traces.append)
     for barrier in range(2):
         first = 6 * barrier
         jobs = experts("abc", range(first, first + 4), barrier)
@@ -299,7 +301,7 @@ def test_counts_are_those_of_the_kernel(files: tuple[Path, bytes], engine: Calla
     before = device_bytes_read()
     if any(d.mode != "direct" for d in devices) or before is None:
         pytest.skip("no direct reads here, or nobody counts them")
-    reader = engine([(devices[0], spec(devices[0])), (devices[1], spec(devices[1], None)), devices[2]], policy=Policy())
+    reader = engine([(devices[0], spec(devices[0])), (devices[1], spec(devices[1], None)), devices[2]], policy=OF_A_RUN)
     for turn in range(3):
         jobs = experts("abc"[turn:] + "abc"[:turn], range(12), turn)
         reader.submit(jobs)
@@ -319,7 +321,7 @@ def test_files_that_vanish_or_are_cut_short_are_read_elsewhere(
 ) -> None:
     root, data = files
     news: list[DriveSuspect | DriveBack] = []
-    reader = engine([RealDevice(name, root / name) for name in "abc"], policy=Policy(), watch=news.append)
+    reader = engine([RealDevice(name, root / name) for name in "abc"], policy=OF_A_RUN, watch=news.append)
     first = experts("abc", range(4))
     reader.submit(first)
     take_all(reader, first, expert(data))
@@ -486,7 +488,8 @@ def test_wrong_bytes_are_seen_and_read_elsewhere(engine: Callable[..., Reader]) 
         return "" if view == DATA[part.offset : part.offset + part.length] else f"{part.drive} lies"
 
     traces: list[ReadRecord] = []
-    reader = engine([liar, good], verify=verify, trace=traces.append)
+    unforgiving = replace(PATIENT, back_off_s=PATIENCE_S)  # a check of the liar would be one of its reads
+    reader = engine([liar, good], policy=unforgiving, verify=verify, trace=traces.append)
     jobs = jobs_of(DATA, 50_000, ["liar", "good"], 20)
     reader.submit(jobs)
     landed = take_all(reader, jobs, at(DATA))
@@ -796,7 +799,7 @@ def test_a_guess_and_its_demand_in_one_breath(engine: Callable[..., Reader]) -> 
 def test_what_is_cancelled_is_dropped_at_every_stage(engine: Callable[..., Reader]) -> None:
     gate = Gate(lambda n: True)
     shelf = Shelf("one", {"f": DATA}, gate)
-    reader = engine([shelf], limit=4 * BufferPool(0, 4096).cost(50_000), policy=Policy())
+    reader = engine([shelf], limit=4 * BufferPool(0, 4096).cost(50_000), policy=OF_A_RUN)
     reader.submit(jobs_of(DATA, 50_000, ["one"], 10))
     until(lambda: gate.held == 2)
     reader.cancel(range(10))
