@@ -554,6 +554,15 @@ def test_from_the_command_line(cli: Command, model: Path, tmp_path: Path) -> Non
     assert broken.err.count("\n") == 1
 
 
+def test_the_map_of_drives_shows_it(cli: Command, model: Path, stores: list[Path], store: Path) -> None:
+    options = ["drives", "map", "--model", model, "--drive", f"a={stores[0]}", "--drive", f"b={store.parent}"]
+    assert cli(*options).out.count("0 of 48 experts, the trunk in int8\n") == 2
+    edit(store, b"half to even", b"half to zero")
+    record = cli(*options, "--json").record["drives"]
+    assert [record[name]["holds"]["trunk"] for name in (MODEL, "a", "b")] == ["bf16", "int8", None]
+    assert any("was rounded otherwise" in note for note in record["b"]["notes"])
+
+
 def test_precision_is_never_chosen_unasked(cli: Command, model: Path, tmp_path: Path) -> None:
     outcome = cli("convert", "--model", model, "--out", tmp_path / "trunk")
     assert outcome.status == 2

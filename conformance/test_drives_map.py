@@ -282,8 +282,9 @@ def test_named_drives_are_held_against_the_model(cli: Command, tiny: Path, tmp_p
     assert record["schema"] == "expertstream.map/1"
     drives = record["drives"]
     assert list(drives) == ["model", "s", "n"]
-    assert drives["model"]["holds"] == {"experts": every, "of": every, "complete": True, "manifest": None}
-    assert drives["s"]["holds"] == {"experts": 1, "of": every, "complete": False, "manifest": None}
+    whole = {"experts": every, "of": every, "complete": True, "manifest": None}
+    assert drives["model"]["holds"] == whole | {"trunk": "bf16"}
+    assert drives["s"]["holds"] == whole | {"experts": 1, "complete": False, "trunk": None}
     assert "L1-E4.bin has" in drives["s"]["notes"][0]
     assert drives["n"]["holds"]["experts"] == 0
     assert drives["n"]["mode"] == "buffered: no file to probe with"
@@ -312,7 +313,8 @@ def test_manifests_are_shown_and_bad_ones_told(cli: Command, tiny: Path, tmp_pat
 def test_experts_that_are_nowhere_are_told(cli: Command, embedded: Path, tmp_path: Path) -> None:
     bare = rewrite(embedded, tmp_path / "bare", lambda name: ".experts.7." not in name)
     model = cli("drives", "map", "--model", bare, "--json").record["drives"]["model"]
-    assert model["holds"] == {"experts": 7 * 31, "of": 7 * 32, "complete": False, "manifest": None}
+    experts = {"experts": 7 * 31, "of": 7 * 32, "complete": False}
+    assert model["holds"] == experts | {"manifest": None, "trunk": "bf16"}
     assert model["notes"] == ["7 of 224 experts are on none of these drives"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.converted import FILE_NAME, ConvertedTrunk
 from runtime.checkpoint.manifest import COPY_NAME, load_if_there, manifest_path
 from runtime.commands.drives import require_model
 from runtime.commands.terminal import say, write
@@ -20,10 +22,11 @@ from runtime.drives.identity import UNKNOWN, Identity, identify, same_device
 from runtime.drives.mounts import Mount, drives_among, mounts
 from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
-from runtime.errors import StorageError
+from runtime.errors import CheckpointError, StorageError
 from runtime.units import per_second, size
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards, count_expert_files
+from runtime.weights.trunk import Precision
 
 SCHEMA = "expertstream.map/1"
 TELLING = ("ro", "read-only", "sync", "noatime", "discard", "nobarrier", "degraded", "compress", "dax")
@@ -123,10 +126,25 @@ def _hold_against(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
         entry.holds["manifest"] = None if manifest is None else int(np.count_nonzero(manifest.known))
         if why:
             entry.notes.append(why)
+        entry.holds["trunk"] = _trunk_in(name, entry, checkpoint)
         nowhere &= ~holder.here
     missing = int(np.count_nonzero(nowhere))
     if missing:
         entries[MODEL].notes.append(f"{missing:,} of {nowhere.size:,} experts are on none of these drives")
+
+
+def _trunk_in(name: str, entry: Entry, checkpoint: Checkpoint) -> Precision | None:
+    """In which form a drive holds the trunk, if it does."""
+    if name == MODEL:
+        return "bf16"
+    if not os.path.lexists(entry.path / FILE_NAME):
+        return None
+    try:
+        ConvertedTrunk.open(entry.path / FILE_NAME, checkpoint)
+    except CheckpointError as error:
+        entry.notes.append(str(error))
+        return None
+    return "int8"
 
 
 def _record(entry: Entry) -> dict[str, Any]:
@@ -186,6 +204,7 @@ def _holds_text(holds: Mapping[str, Any]) -> str:
     if "experts" in holds:
         whole = "all" if holds["complete"] else f"{holds['experts']:,} of"
         listed = "" if holds["manifest"] is None else f", a manifest of {holds['manifest']:,}"
-        return f"{whole} {holds['of']:,} experts{listed}"
+        trunk = ", the trunk in int8" if holds["trunk"] == "int8" else ""
+        return f"{whole} {holds['of']:,} experts{listed}{trunk}"
     count = holds.get("expert_files", 0)
     return f"{count:,} files with names of experts" if count else ""
