@@ -101,7 +101,7 @@ class Divider:
         room, unit = room_bytes - stays - rows, self._unit(self.order)
         # a quarter of what is left, for buffers, and no more than all blocks together need
         count = max(LEAST_BLOCKS, min(MOST_BLOCKS, self._blocks, room // (4 * unit)))
-        room -= (count + self._hedges) * unit + self._converted_bytes(self.order)
+        room -= (count + self._hedges) * unit + self._form_bytes(self.order)
         kept = set()
         for name in sorted(self.order, key=self._worth):
             if (nbytes := self._kept(name)) <= room:
@@ -124,7 +124,7 @@ class Divider:
             tuple(streamed),
             self.everything - sum(map(self._kept, streamed)),
             read + (rows.nbytes // rows.shape[0] if EMBEDDING in streamed else 0),
-            buffers + self._hedges * unit + self._converted_bytes(matrices),
+            buffers + self._hedges * unit + self._form_bytes(matrices),
             buffers,
             count * unit,
             max((self._largest[name] for name in matrices), default=0),
@@ -138,8 +138,8 @@ class Divider:
         """What the buffer of any of their blocks counts."""
         return self._pool.cost(max(self._largest[name] for name in matrices)) if matrices else 0
 
-    def _converted_bytes(self, matrices: Sequence[str]) -> int:
-        """What blocks become beside their buffers while they are computed with, at most."""
+    def _form_bytes(self, matrices: Sequence[str]) -> int:
+        """What blocks take in the backend's form, beside their buffers, while they are computed with, at most."""
         unit, on_mlx = self._unit(matrices), self._ops.name == "mlx"
         if self._ops.name == "reference":
             return (9 if self._converted else 5) * unit

@@ -23,8 +23,8 @@ from runtime.ops import Array, Ops, Weight
 from runtime.progress import Pulse
 from runtime.weights.ahead import BEHIND, Ahead, Block, BlockKey, TrunkReads, row_blocks
 
-Convert = Callable[[str, int, memoryview], Weight]
-"""(name, first row, the bytes of some rows) → a matrix of these rows."""
+InForm = Callable[[str, int, memoryview], Weight]
+"""(name, first row, the bytes of some rows) → a matrix of these rows, in the backend's form."""
 
 HEAD = PREFIX + "lm_head.weight"
 """The matrix that not every pass wants, the last one of those that do."""
@@ -53,14 +53,14 @@ class Stream:
     """
 
     def __init__(
-        self, reads: TrunkReads, ops: Ops, convert: Convert, names: Sequence[str], room_bytes: int, block_bytes: int
+        self, reads: TrunkReads, ops: Ops, in_form: InForm, names: Sequence[str], room_bytes: int, block_bytes: int
     ) -> None:
         """names: of the matrices, in the order of a pass. Nothing is read before a pass begins.
 
         room_bytes: of all buffers; block_bytes: what each of them could hold, at least the largest block.
         """
         self.restarts = self.taken_bytes = 0
-        self._reads, self._ops, self._convert = reads, ops, convert
+        self._reads, self._ops, self._in_form = reads, ops, in_form
         self._room, self._block_bytes = room_bytes, block_bytes
         self._order = [block for name in names for block in row_blocks(name, reads.spans[name], ops)]
         self._place = {block.key: at for at, block in enumerate(self._order)}
@@ -86,7 +86,10 @@ class Stream:
         while at < len(self._order) and (block := self._order[at]).name == matrix.name:
             key, buffer = self._take(at)
             try:
-                yield self._convert(block.name, block.first, buffer.view)
+                yield self._in_form(block.name, block.first, buffer.view)
+            except BaseException:
+                self.close()
+                raise
             finally:
                 buffer.release()
             self.taken_bytes += block.nbytes
