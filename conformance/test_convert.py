@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,14 +16,13 @@ import numpy as np
 import pytest
 import safetensors
 from commandline import Command, on
-from trajectory import make_prompt
+from trajectory import make_prompt, same_weight
+from trouble import Turns, lost, trouble
 
 from runtime import ops
 from runtime.checkpoint import Checkpoint, converted, int8
 from runtime.checkpoint.converted import FILE_NAME, ConvertedTrunk
 from runtime.checkpoint.int8 import Int8Matrix, is_int8, quantize
-from runtime.drives.device import DeviceError
-from runtime.drives.jobs import Fault
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
 from runtime.errors import CheckpointError, ExpertstreamError, StorageError, UsageError
@@ -40,6 +37,7 @@ from runtime.weights.ahead import Block
 from runtime.weights.division import EMBEDDING, LEAST_BLOCKS, Divider, Division
 from runtime.weights.layout import Layout
 from runtime.weights.placement import MODEL
+from runtime.weights.stream import HEAD
 
 PROMPT = make_prompt(3, 512)[:24].tolist()
 QUIET = lambda done, total: None  # noqa: E731
@@ -178,15 +176,7 @@ def test_every_weight_is_there_as_if_made_at_load(
         for home, other in [(here.top, there.top)] + [(here.layer(i), there.layer(i)) for i in range(4)]:
             assert home.keys() == other.keys()
             for name, weight in home.items():
-                assert same(weight, other[name]), name
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "array"):
-        return same(a.array, b.array) and same(a.scales, b.scales)
-    return a.shape == b.shape and bool((a == b).all()) if hasattr(a, "shape") else a == b
+                assert same_weight(weight, other[name]), name
 
 
 @pytest.mark.parametrize(
@@ -255,26 +245,17 @@ def test_bf16_is_bf16_whatever_a_drive_holds(model: Path, stores: list[Path], wh
         assert engine.drives.counts()[1]["trunk"].requested_bytes == engine.checkpoint.trunk_nbytes
 
 
-def test_a_drive_lost_on_the_way(model: Path, stores: list[Path], whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Counter[str]()
-
-    class Ill(RealDevice):
-        def read(self, file: str, offset: int, into: memoryview) -> int:
-            if self.name in lost:
-                lost[self.name] += 1
-                raise DeviceError(Fault.GONE, "no such device")
-            if lost:
-                time.sleep(0.002)  # so that much is left to the other one
-            return super().read(file, offset, into)
-
-    monkeypatch.setattr("runtime.drives.real.RealDevice", Ill)
-    with loaded(model, stores, 1) as engine:
+def test_a_drive_lost_on_the_way(model: Path, stores: list[Path], whole: Any) -> None:
+    with trouble() as doings, loaded(model, stores, 1) as engine:
         steps = []
         for step in engine.session().generate(PROMPT, 3, logits_hash=True):
             steps.append((step.token_id, step.logits_sha256))
-            lost["s1"] += 0
+            if len(steps) == 1:
+                Turns(doings, "s1", "s0", lost)
         assert steps == whole["cpu", "int8"]
-        assert lost["s1"] > 0
+        assert engine.drives is not None
+        counts, _, _ = engine.drives.counts()
+        assert counts["s1"].errors > counts["s0"].errors == 0
 
 
 # -- what it is not ----------------------------------------------------------------------------------------------------
@@ -370,6 +351,17 @@ def test_damaged_values_are_seen_when_they_are_read(model: Path, store: Path, wh
         answer(engine)
     with loaded(model, [store.parent], 1, verify_reads="off") as engine:
         assert answer(engine) != whole["cpu", "int8"]
+
+
+def test_after_a_damaged_matrix_the_next_pass_begins_anew(model: Path, store: Path, whole: Any) -> None:
+    """The last one of a pass, behind which the order begins again."""
+    flip(store, HEAD)
+    with loaded(model, [store.parent], 1) as engine:
+        for _ in range(3):
+            with pytest.raises(StorageError, match=f"{HEAD} is not as it was written"):
+                answer(engine)
+        flip(store, HEAD)
+        assert answer(engine) == whole["cpu", "int8"]
 
 
 def test_damage_that_comes_later_is_seen_where_every_read_is_looked_at(model: Path, store: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from commandline import Command, on
+from trajectory import same_weight
+from trouble import HANGS_S, Doings, Read, Turns, lost, trouble
 
 from runtime import ops
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.inventory import is_vector
-from runtime.drives.device import DeviceError
-from runtime.drives.jobs import Fault
 from runtime.drives.kernel import device_bytes_read
-from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit
 from runtime.errors import Cancelled, DoesNotFitError, StorageError
 from runtime.generate import Engine, MemoryPlan
@@ -154,18 +153,10 @@ def test_every_weight_is_there_as_if_read_plainly(backend: str, precision: Any, 
         for home, other in homes:
             assert home.keys() == other.keys()
             for name, weight in home.items():
-                assert same(weight, other[name]), name
+                assert same_weight(weight, other[name]), name
         counts, kinds, _ = engine.drives.counts()
         assert kinds["trunk"].requested_bytes == engine.checkpoint.trunk_nbytes
         assert all(drive.requested_bytes for drive in counts.values()), "all drives that hold it take part"
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "array"):
-        return same(a.array, b.array) and same(a.scales, b.scales)
-    return a.shape == b.shape and bool((a == b).all()) if hasattr(a, "shape") else a == b
 
 
 @pytest.fixture
@@ -369,46 +360,33 @@ def test_the_order_of_a_pass_names_every_matrix_that_linear_is_given(path: Path)
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[str], None]]:
-    """By name of a drive, what is done before each of its reads."""
-    doings: dict[str, Callable[[str], None]] = {}
-
-    class Ill(RealDevice):
-        def read(self, file: str, offset: int, into: memoryview) -> int:
-            doings.get(self.name, lambda _: None)(file)
-            return super().read(file, offset, into)
-
-    monkeypatch.setattr("runtime.drives.real.RealDevice", Ill)
-    return doings
+def doings() -> Iterator[Doings]:
+    with trouble() as doings:
+        yield doings
 
 
-def gone(_: str) -> None:
-    raise DeviceError(Fault.GONE, "no such device")
-
-
-def test_a_drive_lost_while_the_trunk_is_streamed(path: Path, whole: Any, devices: Any) -> None:
+def test_a_drive_lost_while_the_trunk_is_streamed(path: Path, whole: Any, doings: Doings) -> None:
     with loaded(path, 0.0, 2) as engine:
         steps = []
         for step in engine.session().generate(PROMPT, NEW, logits_hash=True):
             steps.append((step.token_id, step.logits_sha256))
-            devices["s1"] = gone
-            devices["s0"] = lambda _: time.sleep(0.002)  # so that much is left to the other one
+            if len(steps) == 1:
+                Turns(doings, "s1", "s0", lost)
         assert steps == whole["cpu", "bf16"]
         assert engine.drives is not None
         counts, _, _ = engine.drives.counts()
-        assert counts["s1"].errors >= 1
-        assert counts["s0"].errors == 0
+        assert counts["s1"].errors > counts["s0"].errors == 0
 
 
-def test_with_no_copy_left_the_request_ends_and_the_session_lives_on(path: Path, whole: Any, devices: Any) -> None:
+def test_with_no_copy_left_the_request_ends_and_the_session_lives_on(path: Path, whole: Any, doings: Doings) -> None:
     with loaded(path, 0.0, 1) as engine:
         session = engine.session()
         first = next(session.generate(PROMPT, 1, logits_hash=True))
-        devices["s0"] = gone
+        doings["s0"] = lost
         with pytest.raises(StorageError, match=r"language_model\.model\..*: no copy left .*drive s0: .*no such device"):
             list(session.generate([*PROMPT, first.token_id], 1))
         assert len(session.processed) == len(PROMPT)
-        del devices["s0"]
+        del doings["s0"]
         for _ in range(200):  # the drive sits out for a while
             try:
                 steps = list(session.generate([*PROMPT, first.token_id], NEW - 1, logits_hash=True))
@@ -437,17 +415,18 @@ def test_a_stop_in_the_middle_of_a_layer_leaves_the_session_as_it_was(path: Path
         settled(engine)
 
 
-def test_a_stop_does_not_wait_for_a_matrix(path: Path, devices: Any) -> None:
+def test_a_stop_does_not_wait_for_a_matrix(path: Path, doings: Doings) -> None:
     gate, waiting = threading.Event(), threading.Event()
 
-    def hold(_: str) -> None:
+    def hold(read: Read, into: memoryview) -> int:
         waiting.set()
-        gate.wait(30)
+        gate.wait(HANGS_S)
+        return read()
 
     with loaded(path, 0.0) as engine:
         session = engine.session()
         list(session.generate(PROMPT[:10], 1))
-        devices["s0"] = hold
+        doings["s0"] = hold
         with pytest.raises(Cancelled, match="stopped in layer"):
             list(session.generate(PROMPT, 1, cancelled=waiting.is_set))
         gate.set()

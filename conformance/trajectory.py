@@ -191,3 +191,12 @@ if __name__ == "__main__":
             f"{distinct} different tokens",
             flush=True,
         )
+
+
+def same_weight(a: Any, b: Any) -> bool:
+    """Whether two weights of one backend, in its own form, have the same bits."""
+    if isinstance(a, tuple):
+        return all(same_weight(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "array"):
+        return same_weight(a.array, b.array) and same_weight(a.scales, b.scales)
+    return a.shape == b.shape and bool((a == b).all()) if hasattr(a, "shape") else a == b
