@@ -31,7 +31,7 @@ from runtime.ops import backend_type
 from runtime.setup import convert as conversion
 from runtime.setup.convert import Outcome, convert
 from runtime.setup.synth import synthesize
-from runtime.setup.target import hold
+from runtime.setup.writing import hold
 from runtime.weights import layout as arrangement
 from runtime.weights.ahead import Block
 from runtime.weights.division import EMBEDDING, LEAST_BLOCKS, Divider, Division
@@ -426,8 +426,9 @@ def test_what_a_killed_one_left_is_removed(model: Path, tmp_path: Path) -> None:
     left, other = tmp_path / f".{FILE_NAME}.0123abcd", tmp_path / "L1-E0.bin"
     left.write_bytes(b"half")
     other.write_bytes(b"somebody's")
+    (folder := tmp_path / f".{FILE_NAME}.89abcdef").mkdir()
     made(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, other.name}
+    assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, other.name, folder.name}
 
 
 def test_a_drive_that_does_not_keep_what_is_written(

@@ -21,6 +21,7 @@ import xxhash
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.converted import FILE_NAME, ConvertedTrunk, Form, damaged
 from runtime.checkpoint.int8 import empty, quantize
+from runtime.checkpoint.manifest import checksum
 from runtime.config import CONFIG_NAME
 from runtime.drives.buffers import aligned
 from runtime.drives.device import DeviceError
@@ -28,7 +29,8 @@ from runtime.drives.real import Descriptors, RealDevice
 from runtime.errors import StorageError, UsageError
 from runtime.home import whole
 from runtime.progress import Meter, Progress
-from runtime.setup.target import TARGET, hold
+from runtime.setup.target import TARGET
+from runtime.setup.writing import hold, sync, uncached
 from runtime.units import size
 
 PART_BYTES = 16 << 20
@@ -109,7 +111,8 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
     try:
         for name in os.listdir(folder):
             if _UNFINISHED.fullmatch(name):
-                (folder / name).unlink()
+                with suppress(OSError):  # where nothing can be removed, nothing can be written either
+                    (folder / name).unlink()
         yield
     except BaseException:
         if created:
@@ -122,6 +125,7 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
 
 def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, meter: Meter) -> None:
     """Write everything, the head last: what is in it is known then. On the drive when this returns."""
+    uncached(file.fileno())
     file.write(form.header)
     file.seek(form.head_nbytes, os.SEEK_CUR)
     sums, scales, unsynced = [], [], 0
@@ -141,7 +145,7 @@ def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, meter: Meter) -> 
                 _sync(file)
                 unsynced = 0
             meter.add(bits.nbytes)
-        sums.append((digest.intdigest(), xxhash.xxh3_64_intdigest(own.data)))
+        sums.append((digest.intdigest(), checksum(own.data)))
         scales.append(own.tobytes())
     head = np.array(sums, "<u8").tobytes() + b"".join(scales)
     file.seek(len(form.header))
@@ -150,11 +154,8 @@ def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, meter: Meter) -> 
 
 
 def _sync(file: BinaryIO) -> None:
-    """On the drive, and where that can be had no more in memory. Raises OSError."""
     file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    sync(file.fileno())
 
 
 def _read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, str]:

@@ -7,11 +7,9 @@ that is killed in the middle leaves one such file, which the next one removes; o
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,9 +20,10 @@ from runtime.checkpoint.inventory import expert_file
 from runtime.checkpoint.manifest import COPY_NAME, Digest, Manifest, digest
 from runtime.drives.buffers import aligned
 from runtime.drives.device import DeviceError
-from runtime.drives.real import F_NOCACHE, Descriptors, RealDevice
+from runtime.drives.real import Descriptors, RealDevice
 from runtime.errors import StorageError, UsageError
 from runtime.home import sync_folder
+from runtime.setup.writing import hold, sync, uncached
 from runtime.units import size
 from runtime.weights.placement import FOLDERS, ExpertFiles
 
@@ -32,19 +31,6 @@ TARGET = "target"
 PART = ".part"
 
 _UNFINISHED = re.compile(rf"\.L[0-9]+-E[0-9]+\.bin{re.escape(PART)}|\.{re.escape(COPY_NAME)}\.[0-9a-f]{{8}}")
-
-
-def hold(folder: Path) -> int:
-    """Keep others out of a directory as long as the descriptor is open. Raises BlockingIOError when one is there."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise
-    except OSError:
-        pass  # a file system without locks
-    return fd
 
 
 class Target:
@@ -168,13 +154,10 @@ def _write(path: Path, data: memoryview) -> None:
     """A new file, on the drive when this returns and not in memory. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        if sys.platform == "darwin":
-            fcntl.fcntl(fd, F_NOCACHE, 1)
+        uncached(fd)
         done = 0
         while done < len(data):
             done += os.write(fd, data[done:])
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        sync(fd)
     finally:
         os.close(fd)
