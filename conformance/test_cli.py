@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -436,6 +437,19 @@ def test_an_interrupted_synth_leaves_nothing(cli: Command, tmp_path: Path, monke
     monkeypatch.setattr(Interrupts, "cancelled", lambda self: True)
     assert cli("synth", "--shape", "tiny", "--out", tmp_path / "made").status == 130
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", [["run", "--prompt", "x"], ["doctor"], ["drives", "probe"]])
+def test_a_place_one_may_not_look_at_is_said_in_one_line(
+    line: list[str], cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", hidden)
+    outcome = cli(*line, "--drive", f"a={tmp_path}")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert outcome.err.startswith(f"error: {tmp_path}: Permission denied; ")
 
 
 @pytest.mark.parametrize(

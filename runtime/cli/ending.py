@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon(sys.stdout)
         return 141
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}; name a place that this user may use"
+            return _fail(UsageError.code, message, UsageError.exit_code, schema)
         closed = isinstance(error, io.UnsupportedOperation)
         if not closed and (error.filename is not None or error.errno not in UNWRITABLE):
             raise

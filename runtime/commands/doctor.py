@@ -167,8 +167,8 @@ def _descriptors() -> Finding:
 
 def _home() -> Finding:
     place = home()
-    there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
     try:
+        there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
         with tempfile.TemporaryFile(dir=there):
             free = shutil.disk_usage(there).free
     except OSError as error:
