@@ -84,7 +84,7 @@ def set_up(options: argparse.Namespace, scratch: Path) -> Iterator[Stage]:
     if options.drive:
         if options.kind:
             raise UsageError("--kind is of drives that are not real: leave it out, or leave --drive out")
-        with _real(options, scratch) as stage:
+        with _real(options) as stage:
             yield stage
         return
     why = "asked for" if options.kind == "throttled" else ""
@@ -133,7 +133,7 @@ def _kernel(options: argparse.Namespace, rates: Sequence[float], scratch: Path) 
 
 
 @contextmanager
-def _real(options: argparse.Namespace, scratch: Path) -> Iterator[Stage]:
+def _real(options: argparse.Namespace) -> Iterator[Stage]:
     named: dict[str, Path] = {}
     for text in options.drive:
         name, _, path = text.partition("=")

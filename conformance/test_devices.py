@@ -537,16 +537,6 @@ def test_memory_somebody_else_makes_serves_at_any_address_and_is_left_to_him() -
         area.clear()  # BufferError while somebody has a view of it
 
 
-def test_a_warm_pool_makes_no_more_buffers() -> None:
-    pool = BufferPool(2_000_000)
-    pool.warm(300_000, 100)
-    assert pool.made == 2_000_000 // pool.cost(300_000)
-    assert pool.in_use == 0
-    assert pool.held_bytes <= 2_000_000
-    pool.take(300_000, 17).release()
-    assert pool.made == 2_000_000 // pool.cost(300_000)
-
-
 def test_buffers_become_arrays_without_a_copy() -> None:
     import numpy as np
 

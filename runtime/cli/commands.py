@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 import runtime
-from runtime.cli.options import Drive, Effort, EngineOptions, Model, SimulatedDrive, Stats, System, with_engine
+from runtime.cli.options import Drive, Effort, EngineOptions, Model, SimulatedDrive, Stats, with_engine
 from runtime.commands.arguments import parse_passes, prompt_source
 from runtime.commands.terminal import write
 from runtime.errors import UsageError
@@ -48,7 +48,7 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option(help="The same from a UTF-8 file, nothing trimmed.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The same as token ids.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message.")] = False,
-    system: System = None,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     reasoning_effort: Annotated[Effort | None, typer.Option(help="With --chat. [default: max]")] = None,
     max_new: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     engine: EngineOptions,
@@ -97,7 +97,7 @@ def run(
 def chat(
     *,
     model: Model = None,
-    system: System = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     reasoning_effort: Annotated[Effort, typer.Option(help="How much to think before answering.")] = "max",
     max_new: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 2048,
     engine: EngineOptions,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from runtime.commands.loading import Loading
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
-System = Annotated[str | None, typer.Option(help="System message, with --chat.")]
 Effort = Literal["low", "high", "max"]
 Drive = Annotated[
     list[str] | None,

@@ -78,7 +78,7 @@ def forecast(request: Request, as_json: bool) -> None:
     request.check()
     with Interrupts() as stop, progress("simulating") as report:
         facts, checkpoint = _model(request)
-        fleet = _fleet(request, facts, checkpoint)
+        fleet = _fleet(request, checkpoint)
         outlook = _simulate(request, facts, fleet, stop.stoppable("simulating", report))
     for note in fleet.notes:
         say(f"note     {note}")
@@ -100,7 +100,7 @@ def _model(request: Request) -> tuple[Facts, Checkpoint | None]:
     return Facts(name, config.moe_layers, config.num_experts, config.num_experts_per_token, expert, trunk), checkpoint
 
 
-def _fleet(request: Request, facts: Facts, checkpoint: Checkpoint | None) -> Fleet:
+def _fleet(request: Request, checkpoint: Checkpoint | None) -> Fleet:
     """The drives of the command line; with --model its directory comes first."""
     uplinks = Uplinks()
     told = {f.name: f for f, _ in (parse_figured(t, uplinks, "--rate", held=False) for t in request.rates)}

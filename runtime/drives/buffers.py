@@ -173,14 +173,6 @@ class BufferPool:
         self._out.remove(buffer)
         self.in_use -= buffer.capacity
 
-    def warm(self, nbytes: int, count: int) -> None:
-        """Map and touch memory for `count` buffers of `nbytes`, as far as the limit goes, before reads need it."""
-        count = min(count, (self.limit_bytes - self.in_use) // self.cost(nbytes))
-        buffers = [self.take(nbytes) for _ in range(count)]
-        for buffer in buffers:
-            ctypes.memset(address(buffer._memory), 0, buffer.capacity)
-            self.give(buffer)
-
     def _make(self, capacity: int) -> memoryview:
         """Memory for one buffer, cut from a stretch that is mapped for several."""
         self.made += 1
