@@ -414,8 +414,8 @@ def test_stopped_it_leaves_nothing(share: float, model: Path, tmp_path: Path) ->
             raise Stopped
 
     with pytest.raises(Stopped):
-        made(model, tmp_path / "new", stop)
-    assert not (tmp_path / "new").exists()
+        made(model, tmp_path / "new" / "folder", stop)
+    assert not list(tmp_path.iterdir())
     (tmp_path / "there").mkdir()
     with pytest.raises(Stopped):
         made(model, tmp_path / "there", stop)

@@ -95,12 +95,12 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
 
 @contextmanager
 def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
-    """The directory is this process's alone; if it was made for this and the block fails, it goes again."""
+    """The directory is this process's alone; what was made of it and above it goes again if the block fails."""
     if folder.resolve().is_relative_to(checkpoint.path.resolve()):
         raise UsageError(f"--out {folder} is in the model's directory, where nothing is written: give another one")
     if (folder / CONFIG_NAME).exists():
         raise UsageError(f"--out {folder} is the directory of a checkpoint, where nothing is written: give another one")
-    created = not folder.exists()
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = hold(folder)
@@ -115,9 +115,9 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
                     (folder / name).unlink()
         yield
     except BaseException:
-        if created:
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
         raise
     finally:
         os.close(lock)
