@@ -132,8 +132,9 @@ class NoOps:
         """As it came."""
         return packed
 
-    def finish(self, expert: PackedExpert) -> None:
+    def busy(self, expert: PackedExpert) -> bool:
         """Nothing is computed."""
+        return False
 
 
 class Watch(TraceLog):

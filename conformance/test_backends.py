@@ -98,13 +98,14 @@ class Noting:
         return noted
 
 
+@pytest.mark.parametrize("reuse", [True, False])
 def test_mlx_waits_for_its_device_where_experts_are_chosen_and_for_the_logits(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool
 ) -> None:
     """Each time for what that takes, then for outputs of experts, which are there by then."""
     pytest.importorskip("mlx.core", reason="needs MLX")
     layout, waits = Layout(limits=(Limit("a", 4e8),)), list[str]()
-    with Engine.load(tiny, backend="mlx", layout=layout, context=16, prefetch=False) as engine:
+    with Engine.load(tiny, backend="mlx", layout=layout, context=16, reuse=reuse, prefetch=False) as engine:
         steps = engine.session().generate([1, 2, 3, 4, 5], 3)
         next(steps)
         backend: Any = sys.modules[type(engine.ops).__module__]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,38 +111,71 @@ def test_the_budget_holds_at_every_moment(checkpoint: Checkpoint, budget: int) -
 
 
 class Late(ReferenceOps):
-    """Computes late: of an expert that has been taken, `finish` says when its bytes are no longer looked at."""
+    """Computes late: it is busy with every expert it was given until that has been waited for."""
 
-    def __init__(self, said: list[tuple[str, int]]) -> None:
-        self.said = said
+    def __init__(self) -> None:
+        self.idle: list[PackedExpert] = []
+        self.waits: list[int] = []
 
-    def finish(self, expert: PackedExpert) -> None:
-        self.said.append(("finished", expert.w1_packed[0, 0]))
+    def busy(self, expert: PackedExpert) -> bool:
+        return not any(expert is other for other in self.idle)
+
+    def finish(self, experts: Sequence[PackedExpert]) -> None:
+        self.idle += experts
+        self.waits.append(len(experts))
 
 
 class Lending(PlainReads):
-    """Wants every expert's bytes back."""
+    """Wants every expert's bytes back, and has several under way at once."""
 
-    def __init__(self, checkpoint: Checkpoint, said: list[tuple[str, int]]) -> None:
+    def __init__(self, checkpoint: Checkpoint, ops: Late, ahead: int) -> None:
         super().__init__(checkpoint)
-        self.said = said
+        self.ops, self.ahead = ops, ahead
+        self.out = 0
 
     def landed(self, layer: int, experts: Collection[int], pulse: Callable[[], None] | None = None) -> Any:
         for arrival in super().landed(layer, experts, pulse):
-            name = ("released", arrival.packed.w1_packed[0, 0])
-            yield arrival._replace(release=lambda name=name: self.said.append(name))
+            self.out += 1
+            yield arrival._replace(release=lambda packed=arrival.packed: self.give_back(packed))
+
+    def give_back(self, packed: PackedExpert) -> None:
+        assert not self.ops.busy(packed)
+        self.out -= 1
+
+
+def late_store(checkpoint: Checkpoint, experts: int, reuse: bool, ahead: int) -> tuple[ExpertStore, Late, Lending]:
+    ops = Late()
+    reads = Lending(checkpoint, ops, ahead)
+    return ExpertStore(checkpoint, ops, experts * checkpoint.expert_nbytes, reuse, reads), ops, reads
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_bytes_are_given_back_when_the_backend_has_finished_with_them(
+    checkpoint: Checkpoint, reuse: bool, ahead: int
+) -> None:
+    experts, _, reads = late_store(checkpoint, 4, reuse, ahead)
+    for expert, _ in experts.plan(LAYER, np.arange(9)[None]):
+        experts.release(LAYER, expert)
+        assert reads.out * checkpoint.expert_nbytes <= experts.stats.bytes_held <= experts.budget_bytes
+    assert reads.out <= 4
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-def test_bytes_are_given_back_when_the_backend_has_finished_with_them(checkpoint: Checkpoint, reuse: bool) -> None:
-    said: list[tuple[str, int]] = []
-    budget = 4 * checkpoint.expert_nbytes
-    experts = ExpertStore(checkpoint, Late(said), budget, reuse, Lending(checkpoint, said))
-    take(experts, *range(9))
-    assert len(said) == 2 * (5 if reuse else 9)
-    finished, released = said[0::2], said[1::2]
-    assert [what for what, _ in finished] == ["finished"] * len(finished)
-    assert released == [("released", byte) for _, byte in finished]
+def test_the_backend_is_waited_for_once_for_several_experts_and_only_for_room(
+    checkpoint: Checkpoint, reuse: bool
+) -> None:
+    experts, ops, reads = late_store(checkpoint, 8, reuse, 8)
+    take(experts, *range(8))
+    assert ops.waits == []
+    experts, ops, reads = late_store(checkpoint, 8, reuse, 8)
+    take(experts, *range(11))
+    assert ops.waits == [2, 1]
+    assert experts.stats.evictions == (3 if reuse else 0)
+    take(experts, 15, layer=LAYER + 1)
+    assert ops.waits == [2, 1, 1 if reuse else 8]
+    assert experts.stats.hits == 0
+    assert reads.out == (8 if reuse else 1)
 
 
 def test_without_reuse_nothing_is_kept_even_after_a_stop_in_the_middle(checkpoint: Checkpoint) -> None:

@@ -402,10 +402,12 @@ def test_the_bytes_of_an_expert_may_change_once_it_is_finished(ops: Any, rng: np
     memory, borrowed = lent(packed, 0)
     expert = ops.expert(borrowed)
     output = ops.expert_mlp(z, expert, 4.0, 25.0)  # takes milliseconds
-    ops.finish(expert)
+    assert ops.busy(expert)
+    ops.finish([expert])
+    assert not ops.busy(expert)
     memory[:] = bytes(memory.nbytes)
     np.testing.assert_array_equal(np.array(output), wanted)
-    ops.finish(expert)  # nothing is left to wait for
+    ops.finish([expert])  # nothing is left to wait for
 
 
 def test_outputs_are_kept_for_no_longer_than_something_is_under_way(ops: Any, rng: np.random.Generator) -> None:

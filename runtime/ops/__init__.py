@@ -148,8 +148,12 @@ class Ops(Protocol):
         """
         ...
 
-    def finish(self, expert: Weight) -> None:
-        """Return when what was computed with the expert no longer looks at its bytes: they may change from then on."""
+    def busy(self, expert: Weight) -> bool:
+        """Whether something that was computed with the expert may still look at its bytes. Never waits."""
+        ...
+
+    def finish(self, experts: Sequence[Weight]) -> None:
+        """Return when none of these is busy: their bytes may change from then on. Waits once, if at all."""
         ...
 
     # -- rows -------------------------------------------------------------------------------------------------

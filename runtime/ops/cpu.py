@@ -175,8 +175,12 @@ class CpuOps:
                 check_scales(scale, f"{name}.weight_scale")
         return Expert(packed, ((w1, s1), (w2, s2), (w3, s3)), edge)
 
-    def finish(self, expert: Expert) -> None:
+    def busy(self, expert: Expert) -> bool:
         """What is computed is computed at once."""
+        return False
+
+    def finish(self, experts: Sequence[Expert]) -> None:
+        """None of them is busy."""
 
     # -- rows -------------------------------------------------------------------------------------------------
 

@@ -190,10 +190,15 @@ class MlxOps:
         parts[0::2] = [codes.view(mx.uint32) for codes in parts[0::2]]
         return MlxExpert(home is not None, *_ready(*parts))
 
-    def finish(self, expert: MlxExpert) -> None:
-        output = self._outputs.pop(id(expert), None)
-        if output is not None:
-            mx.eval(output)
+    def busy(self, expert: MlxExpert) -> bool:
+        return id(expert) in self._outputs
+
+    def finish(self, experts: Sequence[MlxExpert]) -> None:
+        busy = [id(expert) for expert in experts if self.busy(expert)]
+        if busy:
+            mx.eval(*(self._outputs[each] for each in busy))
+        for each in busy:
+            del self._outputs[each]
 
     def _finish_all(self) -> None:
         """Where everything has been waited for anyway: outputs need not be kept for `finish`."""

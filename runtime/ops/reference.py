@@ -163,8 +163,12 @@ class ReferenceOps:
     def expert(self, packed: PackedExpert) -> PackedExpert:
         return packed
 
-    def finish(self, expert: PackedExpert) -> None:
+    def busy(self, expert: PackedExpert) -> bool:
         """What is computed is computed at once."""
+        return False
+
+    def finish(self, experts: Sequence[PackedExpert]) -> None:
+        """None of them is busy."""
 
     # -- rows -------------------------------------------------------------------------------------------------
     def embed(self, table: F64, ids: npt.NDArray[np.int64]) -> F64:

@@ -5,7 +5,8 @@ computed with it. Between tokens experts stay in a cache of a fixed number of by
 guesses included. The answer never depends on what is cached or guessed.
 
 What goes first when room is needed is what is least likely to be wanted when its layer comes next (`worth.py`);
-an expert that is in use is never dropped.
+an expert that is in use is never dropped. What is dropped while the backend is still busy with it keeps its room until
+more is wanted, and some are waited for together: a device that was waited for after each expert would stand still.
 
 A guess (`hint`) is read when the drives have nothing better to do. It has a place of its own only as far as the
 budget goes beyond one layer's top-k, takes the place of nothing that is more likely to be wanted, and gives its own
@@ -30,6 +31,9 @@ from runtime.progress import Pulse
 from runtime.weights.heat import Heat
 from runtime.weights.reads import Arrival, PlainReads, Reads, Release
 from runtime.weights.worth import CHANCE, Key, Worth
+
+WAITED_SHARE = 4
+"""The room is divided by this: so many experts are waited for at once, while the rest is read into."""
 
 SPARE_GUESSES = 2
 """Guesses at once beyond as many as landed in time for the layer before."""
@@ -111,17 +115,15 @@ class _Held:
             self.packed = None
         return self.weight
 
-    def drop(self, ops: Ops) -> None:
-        """Give the memory back."""
-        if self.packed is None:
-            ops.finish(self.weight)
-        self.release()
+    def busy(self, ops: Ops) -> bool:
+        """Whether the backend may still look at the memory."""
+        return self.packed is None and ops.busy(self.weight)
 
 
 class ExpertStore:
     """Has experts read and keeps up to `budget_bytes` of them, those that are being read included.
 
-    With `reuse` off, nothing is kept once it is released (`--expert-cache off`), and nothing guessed. `reads`: where
+    With `reuse` off, nothing is kept to be used again (`--expert-cache off`), and nothing guessed. `reads`: where
     they come from; the model directory, plainly, when nothing is given. `heat`: what is known of the experts, and
     learned here. Raises DoesNotFitError when the budget is below one layer's top-k.
     """
@@ -151,6 +153,9 @@ class ExpertStore:
         self._worth = Worth(checkpoint.config.moe_layers, checkpoint.config.num_experts, heat)
         self._held: dict[Key, _Held] = {}
         self._in_use: set[Key] = set()
+        self._leaving: list[_Held] = []
+        """Dropped, and the backend was busy with them."""
+        self._waited = max(1, budget_bytes // self._reads.unit_bytes // WAITED_SHARE)
         self._under_way: set[Key] = set()
         self._missing: deque[int] = deque()
         self._guessed: dict[Key, None] = {}
@@ -196,6 +201,7 @@ class ExpertStore:
         self, layer: int, ids: npt.NDArray[np.int64], pulse: Pulse | None
     ) -> Generator[tuple[int, Weight], None, None]:
         """`plan`, with a first stop where everything is under way and nothing is taken."""
+        self._finish()  # the model has waited for the device to have ids
         chosen = np.unique(ids)
         wanted = {(layer, int(e)) for e in chosen}
         late = self._settle(layer, wanted)
@@ -335,9 +341,14 @@ class ExpertStore:
     def _make_room(self, worth: float | None = None) -> bool:
         """Room for one more: take it, after dropping what is worth least. False when all is in use.
 
-        For a guess, only what is worth less than it goes; for demand, guesses go too.
+        For a guess, only what is worth less than it goes; for demand, guesses go too. What is leaving is waited for
+        when there is enough of it, or nothing to read meanwhile.
         """
         while self.stats.bytes_held + self._reads.unit_bytes > self.budget_bytes:
+            enough = len(self._leaving) >= min(self._waited, len(self._missing)) or not self._under_way
+            if self._leaving and enough:
+                self._finish()
+                continue
             idle = self._worth.least(self._in_use, worth)
             if idle is not None:
                 self._drop(idle)
@@ -357,8 +368,22 @@ class ExpertStore:
     def _drop(self, key: Key) -> None:
         held = self._held.pop(key)
         self._worth.leave(key)
-        self.stats.bytes_held -= self._reads.unit_bytes
         if held.guess:
             self.stats.guesses.wasted += self._checkpoint.expert_nbytes
             self._reads.judge(*key, needed=False)
-        held.drop(self._ops)
+        if held.busy(self._ops):
+            self._leaving.append(held)
+        else:
+            self._free(held)
+
+    def _finish(self) -> None:
+        """What is leaving gives its memory back."""
+        if self._leaving:
+            self._ops.finish([held.weight for held in self._leaving])
+            for held in self._leaving:
+                self._free(held)
+            self._leaving.clear()
+
+    def _free(self, held: _Held) -> None:
+        self.stats.bytes_held -= self._reads.unit_bytes
+        held.release()
