@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trouble import unreadable
 
 from runtime.checkpoint import Checkpoint, inventory, read_header
 from runtime.checkpoint.headers import ITEMSIZE, read_weight_map
@@ -447,6 +448,15 @@ def test_places_without_a_checkpoint(tmp_path: Path, original: Path) -> None:
     assert "is a file" in refused(original / "config.json")
     shutil.copy(original / "config.json", tmp_path)
     assert "no model*.safetensors" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SHARDS[1]])
+def test_a_disk_that_fails_is_no_fault_of_the_checkpoint(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    unreadable(monkeypatch, copy / name)
+    with pytest.raises(StorageError, match=f"^cannot read {copy / name}: Input/output error$"):
+        Checkpoint.open(copy)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -17,7 +17,7 @@ import pytest
 import safetensors
 from commandline import Command, on
 from trajectory import make_prompt, same_weight
-from trouble import Turns, lost, trouble
+from trouble import Turns, lost, trouble, unreadable
 
 from runtime import ops
 from runtime.checkpoint import Checkpoint, converted, int8
@@ -375,6 +375,23 @@ def test_damage_that_comes_later_is_seen_where_every_read_is_looked_at(model: Pa
             else:
                 list(engine.session().generate(PROMPT, 2))
             flip(store, NAME)
+
+
+def test_a_drive_that_cannot_read_it_when_it_is_opened_is_not_used(
+    model: Path, stores: list[Path], store: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreadable(monkeypatch, store)
+    said = f"drive s0: cannot read {store}: Input/output error; it is not used"
+    with loaded(model, [store.parent, stores[0]]) as engine:
+        assert answer(engine) == whole["cpu", "int8"]
+        assert engine.drives is not None
+        assert said in engine.drives.notes
+        assert engine.drives.counts()[0]["s1"].reads > 0
+    with loaded(model, [store.parent]) as engine:
+        assert answer(engine) == whole["cpu", "int8"]
+        assert engine.drives is not None
+        assert engine.drives.notes[0] == said
+        assert "no converted trunk can be read: int8 is made of the released weights" in engine.drives.notes
 
 
 def test_two_that_differ(model: Path, stores: list[Path], store: Path) -> None:

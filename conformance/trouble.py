@@ -9,13 +9,19 @@ What is read still comes from the real files below; nothing is ever done to them
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import pytest
 
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import Fault
@@ -37,6 +43,18 @@ RELUCTANT_S = 0.5
 
 Doings = dict[str, Doing]
 """By the name of a drive. Drives that are not named are well."""
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, bad: Path) -> None:
+    """Whoever looks at `bad` before he opens it hears that its drive fails."""
+    stat = Path.stat
+
+    def looked_at(path: Path, **options: Any) -> os.stat_result:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", looked_at)
 
 
 @contextmanager

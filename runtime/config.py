@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, unreadable
 
 CONFIG_NAME = "config.json"
 MXFP4_FORMAT = "mxfp4-pack-quantized"
@@ -144,14 +144,14 @@ class ModelConfig:
 
 
 def read_config(path: Path) -> bytes:
-    """The bytes of a config file. Raises CheckpointError when it cannot be read."""
+    """The bytes of a config file. Raises CheckpointError when it is not there, StorageError when it cannot be read."""
     try:
         require_regular(path)
         return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; a checkpoint directory holds {CONFIG_NAME}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
 
 
 def require_regular(path: Path) -> None:

@@ -5,7 +5,9 @@ cause, and caught once, in `runtime.cli`, which prints the message and leaves wi
 This file imports nothing from the project.
 """
 
+import errno
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class ExpertstreamError(Exception):
@@ -63,6 +65,16 @@ class Cancelled(ExpertstreamError):
 
     code = "interrupted"
     exit_code = 130
+
+
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
+"""What the system says of a file that is not there, or not for us; anything else is the storage's failure."""
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError | StorageError:
+    """The error of a part of the checkpoint that cannot be read."""
+    kind = CheckpointError if error.errno in ABSENT else StorageError
+    return kind(f"cannot read {path}: {error.strerror or error}")
 
 
 def shortened(lines: Sequence[str], most: int = 20) -> list[str]:

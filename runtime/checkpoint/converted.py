@@ -30,7 +30,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.headers import FETCH_AGAIN, ITEMSIZE, TensorSpan, scan
 from runtime.checkpoint.int8 import empty, is_int8, quantize
 from runtime.checkpoint.manifest import checksum
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, unreadable
 
 FILE_NAME = "expertstream-trunk-int8.safetensors"
 SCHEMA = "expertstream.trunk-int8/1"
@@ -114,7 +114,10 @@ class ConvertedTrunk:
 
     @classmethod
     def open(cls, path: Path, checkpoint: Checkpoint) -> ConvertedTrunk:
-        """Look at everything but the values. Raises CheckpointError for one that is damaged or of other weights."""
+        """Look at everything but the values.
+
+        Raises CheckpointError for one that is damaged or of other weights, StorageError for one that cannot be read.
+        """
         form = Form.of(checkpoint, path)
         try:
             header = scan(path)
@@ -131,7 +134,7 @@ class ConvertedTrunk:
                 file.seek(len(form.header))
                 head = memoryview(file.read(form.head_nbytes))
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+            raise unreadable(path, error) from None
         converted = cls(path, form, head)
         converted._check_scales(checkpoint)
         return converted

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.config import require_regular
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, unreadable
 
 # fmt: off
 ITEMSIZE = {
@@ -73,7 +73,10 @@ def truncation(span: TensorSpan, file_nbytes: int) -> str:
 
 
 def scan(path: Path) -> Header:
-    """The header of a file that may be truncated behind its header. Raises CheckpointError for other damage."""
+    """The header of a file that may be truncated behind its header.
+
+    Raises CheckpointError for other damage, StorageError when it cannot be read.
+    """
     try:
         require_regular(path)
         with path.open("rb") as file:
@@ -86,7 +89,7 @@ def scan(path: Path) -> Header:
                 raise _damaged(path, f"its header should have {header_nbytes} bytes, the whole file has {file_nbytes}")
             raw = file.read(header_nbytes)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
     if len(raw) < header_nbytes:
         raise _damaged(path, f"its header should have {header_nbytes} bytes, only {len(raw)} could be read")
     spans = _spans(path, raw)
@@ -148,7 +151,7 @@ def read_weight_map(path: Path, block_nbytes: int = 1 << 20) -> Iterator[tuple[s
     """The (tensor name, file name) pairs of an index file, in its order.
 
     The released index has 60 MB and half a million entries; they are read block by block, so that opening a
-    checkpoint never holds them all. Raises CheckpointError.
+    checkpoint never holds them all. Raises CheckpointError, StorageError.
     """
     try:
         require_regular(path)
@@ -173,7 +176,7 @@ def read_weight_map(path: Path, block_nbytes: int = 1 << 20) -> Iterator[tuple[s
                 if entry[3] == b"}":
                     return
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
 
 
 def _text(path: Path, raw: bytes) -> str:

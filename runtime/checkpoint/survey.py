@@ -31,7 +31,7 @@ from runtime.checkpoint.inventory import (
     trunk_inventory,
 )
 from runtime.config import CONFIG_NAME, ModelConfig, read_config
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, unreadable
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_PATTERN = "model*.safetensors"
@@ -132,7 +132,8 @@ class Survey:
 
 
 def survey(directory: Path, *, experts_elsewhere: bool = False) -> Survey:
-    """Look through a checkpoint directory. Raises CheckpointError naming everything that is wrong with it.
+    """Look through a checkpoint directory. Raises CheckpointError naming everything that is wrong with it,
+    StorageError for what cannot be read.
 
     With `experts_elsewhere`, a routed expert of which nothing is here is no fault: another place may have it.
     """
@@ -187,7 +188,7 @@ def _checked(directory: Path) -> Path:
             raise CheckpointError(f"{directory} is a file; {wanted}: give its directory")
         names = {entry.name for entry in directory.iterdir()}
     except OSError as error:
-        raise CheckpointError(f"cannot read {directory}: {error.strerror or error}") from None
+        raise unreadable(directory, error) from None
     if CONFIG_NAME not in names:
         state = "is empty" if not names else f"has no {CONFIG_NAME}"
         raise CheckpointError(f"{directory} {state}; {wanted}")

@@ -141,7 +141,7 @@ def _trunk_in(name: str, entry: Entry, checkpoint: Checkpoint) -> Precision | No
         return None
     try:
         ConvertedTrunk.open(entry.path / FILE_NAME, checkpoint)
-    except CheckpointError as error:
+    except (CheckpointError, StorageError) as error:
         entry.notes.append(str(error))
         return None
     return "int8"

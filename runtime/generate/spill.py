@@ -21,7 +21,7 @@ import numpy as np
 import runtime
 from runtime.checkpoint.arrays import Unreadable, pack_arrays, read_arrays, words_in
 from runtime.checkpoint.headers import scan
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, StorageError
 from runtime.generate.engine import Engine
 from runtime.generate.record import versions
 from runtime.generate.snapshots import Snapshot
@@ -119,7 +119,7 @@ class Spill:
                 with path.open("rb") as file:
                     file.seek(ids.offset)
                     return tuple(np.frombuffer(file.read(ids.nbytes), np.int64).tolist())
-        except (OSError, CheckpointError, ValueError, StopIteration):
+        except (OSError, CheckpointError, StorageError, ValueError, StopIteration):
             pass
         return None
 

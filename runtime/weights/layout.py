@@ -111,6 +111,9 @@ class Drives:
         self.alignment = max(mmap.PAGESIZE, *(device.alignment for device in self._devices))
         self.unit_bytes = BufferPool(0, self.alignment).cost(checkpoint.expert_nbytes)
         self.notes = unusable + self.placement.notes
+        there = trunk == "int8" and any(os.path.lexists(path / FILE_NAME) for _, path in layout.directories)
+        if there and self.converted is None:
+            self.notes.append("no converted trunk can be read: int8 is made of the released weights")
         self._look_up(paths, limits)
 
     def _open(self, holder: Holder, path: Path, trunk: Precision | None, limit: Limit | None = None) -> None:
@@ -132,7 +135,7 @@ class Drives:
             try:
                 holder, converted = ExpertFiles(name, path, self._checkpoint), None
                 if trunk == "int8" and os.path.lexists(path / FILE_NAME):
-                    converted = ConvertedTrunk.open(path / FILE_NAME, self._checkpoint)
+                    converted = self._open_converted(name, path / FILE_NAME)
                 if holder.here.any() or converted is not None:
                     self._open(holder, path, None if converted is None else "int8")
                 if holder.here.any() or converted is None:
@@ -142,6 +145,12 @@ class Drives:
             except StorageError as error:
                 unusable.append(f"{error}; it is not used")
         return files, unusable
+
+    def _open_converted(self, name: str, path: Path) -> ConvertedTrunk:
+        try:
+            return ConvertedTrunk.open(path, self._checkpoint)
+        except StorageError as error:
+            raise StorageError(f"drive {name}: {error}") from None
 
     def _take(self, name: str, converted: ConvertedTrunk) -> None:
         """A drive has the trunk converted. Raises CheckpointError for one that is not what another drive has."""
