@@ -72,7 +72,7 @@ class _KernelFiles:
 
     def has(self, key: object) -> bool:
         """Whether any directory has a file for `key`; nothing is read."""
-        return any((directory / self._file(key)).is_file() for directory in self._directories)
+        return any(os.path.isfile(directory / self._file(key)) for directory in self._directories)
 
     def load(self, key: object) -> Any:
         """What `save` kept under `key` in any directory, or None; a damaged file counts as none."""
