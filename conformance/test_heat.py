@@ -213,6 +213,22 @@ def test_a_home_that_cannot_be_written(
     assert "Traceback" not in ended.err
 
 
+def test_where_no_thread_can_be_begun_it_is_written_all_the_same(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    heat = Heat.load(checkpoint)
+    heat.want(1, np.array([1]))
+    heat.end_of_pass()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    heat.save()
+    heat.save()
+    np.testing.assert_array_equal(Heat.load(checkpoint).counts, heat.counts)
+    assert heat.counts.sum() == pytest.approx(1, rel=1e-2)
+
+
 def test_an_engine_learns_what_it_routes_to(tiny: Path) -> None:
     with Engine.load(tiny, backend="reference") as engine:
         list(engine.session().generate([1, 2, 3, 4], 4))

@@ -111,14 +111,19 @@ class Heat:
         self._saved_at = time.monotonic()
         self._wrote = self._own, self._own_passes, self._unsaved
         self._own, self._own_passes, self._unsaved = np.zeros_like(self._own), 0.0, 0
-        self._writer = threading.Thread(target=self._write, args=self._wrote, name="heat")
-        self._writer.start()
+        writer = threading.Thread(target=self._write, args=self._wrote, name="heat")
+        try:
+            writer.start()
+        except RuntimeError:  # the system has no thread more
+            self._write(*self._wrote)
+        self._writer = writer
 
     def _settle(self) -> None:
         """Wait for the thread. What it has written, this run goes on from; what it could not, it still has to add."""
         if self._writer is None:
             return
-        self._writer.join()
+        if self._writer.ident is not None:  # it was begun
+            self._writer.join()
         self._writer = None
         counts, passes, unsaved = self._wrote
         fade = _FADE**self._unsaved
