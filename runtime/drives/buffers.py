@@ -62,8 +62,8 @@ def _shifted(memory: memoryview, nbytes: int, alignment: int, phase: int) -> mem
     return memory[shift : shift + nbytes]
 
 
-def _nothing() -> None:
-    """Nobody waits for room."""
+def nothing() -> None:
+    """Where nothing is to be done."""
 
 
 class Buffer:
@@ -102,7 +102,7 @@ class BufferPool:
         """make: where the memory of a buffer comes from; None: mapped afresh, in huge pages where there are some."""
         self.limit_bytes, self.alignment = limit_bytes, alignment
         self._own = make
-        self.after_release: Callable[[], None] = _nothing
+        self.after_release: Callable[[], None] = nothing
         """Called when somebody has released a buffer: there is room."""
         self.in_use = 0
         self.peak_bytes = 0

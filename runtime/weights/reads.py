@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from runtime.checkpoint import Checkpoint, PackedExpert
-from runtime.drives.buffers import Buffer
+from runtime.drives.buffers import Buffer, nothing
 from runtime.drives.jobs import Job, Priority
 from runtime.drives.outcomes import Fate, Landed
 from runtime.drives.reader import Reader
@@ -24,10 +24,6 @@ from runtime.weights.landing import as_landed
 from runtime.weights.placement import MODEL, Placement
 
 Release = Callable[[], None]
-
-
-def nothing() -> None:
-    """The release of memory that goes with its arrays."""
 
 
 class Arrival(NamedTuple):

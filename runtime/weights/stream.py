@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint.inventory import PREFIX
-from runtime.drives.buffers import Buffer
+from runtime.drives.buffers import Buffer, nothing
 from runtime.ops import Array, Ops, Weight
 from runtime.progress import Pulse
 from runtime.weights.ahead import BEHIND, Ahead, Block, BlockKey, TrunkReads, row_blocks
@@ -40,10 +40,6 @@ class Streamed:
     name: str
     rows: int
     columns: int
-
-
-def nothing() -> None:
-    """Nobody asks whether to go on."""
 
 
 class Stream:
