@@ -23,7 +23,7 @@ from runtime.drives.identity import UNKNOWN, Identity, identify
 from runtime.drives.jobs import MIB, Fault, Span
 from runtime.drives.material import large_files
 from runtime.drives.probe import Ceiling, Findings, Places, Together, measure
-from runtime.drives.rates import FOLLOWS_READS
+from runtime.drives.rates import EPOCH_READS
 from runtime.drives.real import RealDevice
 from runtime.drives.remembered import Known, Remembered, key_of
 from runtime.drives.throttled import Limit
@@ -504,7 +504,7 @@ def test_a_stale_finding_costs_part_of_one_barrier(factor: float, rate: float) -
     assert share == pytest.approx(whole / 2, rel=0.05)
     assert barrier(stale, 0) <= 1.35 * share
     assert barrier(alone, 0) <= 1.15 * whole
-    assert sum(landing.slice.drive == "a" for landing in stale.log) <= FOLLOWS_READS
+    assert sum(landing.slice.drive == "a" for landing in stale.log) <= 2 * EPOCH_READS
     for n in range(1, 6):
         assert barrier(stale, n) == pytest.approx(share, rel=0.05)
         assert barrier(alone, n) == pytest.approx(whole, rel=0.05)

@@ -49,7 +49,7 @@ from runtime.drives.jobs import (
 )
 from runtime.drives.ledger import Health
 from runtime.drives.plan import cut, fill, fluid_bound, share_out
-from runtime.drives.rates import FOLLOWS_READS, LearnedRate
+from runtime.drives.rates import EPOCH_READS, LearnedRate
 from runtime.drives.scheduler import Scheduler
 from runtime.drives.virtual import Ill, Trouble, VirtualDrive, World
 
@@ -184,7 +184,7 @@ def test_a_rate_that_changes_for_good_is_followed_within_the_stated_number_of_re
         now = 0.0
         rate.busy(now)
         for _ in range(
-            27 if depth == 1 else FOLLOWS_READS
+            27 if depth == 1 else 2 * EPOCH_READS
         ):  # the drive has slowed to a tenth; at depth 4 it is never idle
             now += 10.0
             rate.landed(1000, now, still_in_flight=(depth - 1) * 1000)

@@ -201,7 +201,7 @@ def test_the_reader_tells_what_becomes_of_guesses() -> None:
         reader.submit([Job((1, number), (Span("a", "f", number * 100, 100),), Priority.DEMAND, 9)])
 
     def ended(number: int) -> None:
-        while (1, number) not in reader._outcomes:
+        while not reader._outcomes.landed((1, number)):
             threading.Event().wait(0.001)
 
     policy = Policy(deadline_floor_s=1000.0)

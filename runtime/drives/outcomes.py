@@ -70,12 +70,6 @@ class Outcomes:
         self._pool, self._hear = pool, hear
         self._by_key: dict[Key, Outcome] = {}
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._by_key
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
     def landed(self, key: Key) -> bool:
         """Are the job's bytes here?"""
         return isinstance(self._by_key.get(key), Landed)

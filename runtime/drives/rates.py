@@ -8,7 +8,7 @@ side end together, and their bytes say nothing about the short time in which the
 per byte, and the paces are averaged with weights that halve every HALF_LIFE_READS reads. Paces and not rates are
 averaged, because time is what the plan adds up; a slow spell therefore shows at once.
 
-After a lasting change of a drive's rate the estimate has followed by nine tenths after FOLLOWS_READS reads; where
+After a lasting change of a drive's rate the estimate has followed by nine tenths after 2 · EPOCH_READS reads; where
 the drive falls idle in between, after HALF_LIFE_READS · log2(10) = 27.
 
 Drives behind one uplink slow each other down. While two or more of them are busy the uplink's own rate is learned,
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 HALF_LIFE_READS = 8
 EPOCH_READS = 32
-FOLLOWS_READS = 2 * EPOCH_READS
 TRUSTED_EPOCH = 4
 
 
