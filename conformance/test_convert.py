@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import shutil
 import tracemalloc
 from collections.abc import Iterator
@@ -351,6 +353,34 @@ def test_damaged_values_are_seen_when_they_are_read(model: Path, store: Path, wh
         answer(engine)
     with loaded(model, [store.parent], 1, verify_reads="off") as engine:
         assert answer(engine) != whole["cpu", "int8"]
+
+
+def test_of_several_copies_those_are_named_that_are_damaged(
+    model: Path, stores: list[Path], store: Path, tmp_path: Path
+) -> None:
+    """Rows of one matrix come from all of them, and what was wrong once may be right when it is read again."""
+    other = Path(shutil.copytree(stores[0], tmp_path / "other")) / FILE_NAME
+    told = {
+        path: re.escape(f"{path} is damaged: {NAME} is not as it was written; {converted.AGAIN}")
+        for path in (store, other)
+    }
+    for path in (store, other):
+        flip(path, NAME)
+    with loaded(model, [other.parent, store.parent], 1) as engine:
+        with pytest.raises(StorageError, match=f"^{told[other]}; {told[store]}$"):
+            answer(engine)
+        assert engine.drives is not None
+        reads = engine.drives.trunk_reads()
+        wrong = memoryview(bytes(reads.spans[NAME].nbytes))
+        again = f"is right when it is read again from {other} and {store}: a drive, its cable"
+        for path, said in ((other, f"^{told[store]}$"), (store, re.escape(again))):
+            flip(path, NAME)
+            assert reads.check is not None
+            with pytest.raises(StorageError, match=said):
+                reads.check(NAME, 0, wrong)
+        os.truncate(store, 100)
+        with pytest.raises(StorageError, match=re.escape(f"{store} cannot be read again: ")):
+            reads.check(NAME, 0, wrong)
 
 
 def test_after_a_damaged_matrix_the_next_pass_begins_anew(model: Path, store: Path, whole: Any) -> None:

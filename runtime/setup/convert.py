@@ -32,6 +32,7 @@ from runtime.progress import Meter, Progress
 from runtime.setup.target import TARGET
 from runtime.setup.writing import hold, sync, uncached
 from runtime.units import size
+from runtime.weights.checks import values_right
 
 PART_BYTES = 16 << 20
 """The most that is read, or read back, at once, but for a longer row."""
@@ -165,14 +166,8 @@ def _read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, s
         device = RealDevice(TARGET, path.parent, probe=path, descriptors=Descriptors(1))
         buffer = aligned(PART_BYTES, device.alignment)
         try:
-            for name, span in there.matrices.items():
-                digest = xxhash.xxh3_64()
-                for start in range(0, span.nbytes, PART_BYTES):
-                    part = buffer[: min(PART_BYTES, span.nbytes - start)]
-                    device.read(path.name, span.offset + start, part)
-                    digest.update(part)
-                    meter.add(len(part))
-                if digest.intdigest() != there.sums[name].values:
+            for name in there.matrices:
+                if not values_right(there, device, name, buffer, meter.add):
                     return device.mode, name
         finally:
             device.close()

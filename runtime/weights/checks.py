@@ -8,9 +8,10 @@ knows is not checked.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,9 @@ from runtime.checkpoint.manifest import (
     manifest_path,
 )
 from runtime.checkpoint.mxfp4 import SCALE_NAN
-from runtime.drives.jobs import Slice
+from runtime.drives.buffers import aligned
+from runtime.drives.device import Device, DeviceError
+from runtime.drives.jobs import MIB, Slice
 from runtime.errors import StorageError
 
 VerifyReads = Literal["off", "first", "all"]
@@ -172,8 +175,9 @@ class TrunkCheck:
     A matrix is whole with its last rows, and before those are computed with it is compared.
     """
 
-    def __init__(self, converted: ConvertedTrunk, mode: VerifyReads) -> None:
-        self._converted, self._mode = converted, mode
+    def __init__(self, converted: ConvertedTrunk, copies: Sequence[tuple[Device, Path]], mode: VerifyReads) -> None:
+        """copies: each drive that has the file, and where."""
+        self._converted, self._copies, self._mode = converted, copies, mode
         self._seen: set[str] = set()
         self._hash, self._hashed = xxhash.xxh3_64(), 0
 
@@ -189,9 +193,46 @@ class TrunkCheck:
         if self._hashed < self._converted.matrices[name].nbytes:
             return
         if self._hash.intdigest() != self._converted.sums[name].values:
-            raise StorageError(damaged(self._converted.path, name))
+            raise StorageError(self._blame(name))
         if self._mode == "first":
             self._seen.add(name)
+
+    def _blame(self, name: str) -> str:
+        """Which copies of a matrix are wrong: its rows came from any of them, so each is read again, alone."""
+        wrong, buffer = [], aligned(MIB, mmap.PAGESIZE)
+        for device, path in self._copies:
+            try:
+                if not values_right(self._converted, device, name, buffer):
+                    wrong.append(damaged(path, name))
+            except DeviceError as error:
+                wrong.append(f"{path} cannot be read again: {error}")
+        if wrong:
+            return "; ".join(wrong)
+        paths = " and ".join(str(path) for _, path in self._copies)
+        return (
+            f"{name} was read with wrong bytes, and is right when it is read again from {paths}: a drive, its cable or "
+            "this machine's memory cannot be trusted"
+        )
+
+
+def values_right(
+    converted: ConvertedTrunk,
+    device: Device,
+    name: str,
+    buffer: memoryview,
+    told: Callable[[int], None] = lambda nbytes: None,
+) -> bool:
+    """Whether a matrix's values on this drive are as their checksum says; read through `buffer`.
+
+    `told` hears of the bytes of every read. Raises DeviceError.
+    """
+    span, digest = converted.matrices[name], xxhash.xxh3_64()
+    for start in range(0, span.nbytes, len(buffer)):
+        part = buffer[: min(len(buffer), span.nbytes - start)]
+        device.read(span.path.name, span.offset + start, part)
+        digest.update(part)
+        told(len(part))
+    return digest.intdigest() == converted.sums[name].values
 
 
 def mebibytes(numbers: list[int]) -> str:

@@ -88,7 +88,7 @@ class Drives:
         """trunk: in `int8`, it is read from every directory that has it converted; in `bf16`, from none of them."""
         self.trace = trace
         self.converted: ConvertedTrunk | None = None
-        self._converted_on: list[str] = []
+        self._converted_on: dict[str, Path] = {}
         self._checkpoint = checkpoint
         released = [Shards(name, checkpoint) for name in [limit.name for limit in layout.limits] or [MODEL]]
         self._trunk_on = tuple(holder.name for holder in released)
@@ -155,9 +155,12 @@ class Drives:
     def _take(self, name: str, converted: ConvertedTrunk) -> None:
         """A drive has the trunk converted. Raises CheckpointError for one that is not what another drive has."""
         if self.converted is not None and self.converted.sums != converted.sums:
-            raise CheckpointError(f"{converted.path} and {self.converted.path} differ; remove one of them")
+            raise CheckpointError(
+                f"{converted.path} and {self.converted.path} differ: python -m runtime convert tells which is damaged, "
+                "given the directory of each as --out"
+            )
         self.converted = self.converted or converted
-        self._converted_on.append(name)
+        self._converted_on[name] = converted.path
 
     def _place(self, holders: Sequence[Holder], unusable: Sequence[str]) -> Placement:
         try:
@@ -278,9 +281,9 @@ class Drives:
         assert self.reader is not None
         if self.converted is None:
             return TrunkReads(self._checkpoint, self.reader, self._trunk_on)
-        check = TrunkCheck(self.converted, verify)
-        on = tuple(self._converted_on)
-        return TrunkReads(self._checkpoint, self.reader, self._trunk_on, self.converted, on, check)
+        on = self._converted_on
+        check = TrunkCheck(self.converted, [(d, on[d.name]) for d in self._devices if d.name in on], verify)
+        return TrunkReads(self._checkpoint, self.reader, self._trunk_on, self.converted, tuple(on), check)
 
     def counts(self) -> tuple[dict[str, ReadCounts], dict[str, ReadCounts], dict[str, str]]:
         """By drive, by kind, and the mode of each drive."""
