@@ -169,14 +169,28 @@ def test_logits_that_are_not_numbers_are_status_3(cli: Command, tiny: Path, tmp_
     assert "the logits are not numbers" in outcome.err
 
 
-def test_memory_the_system_refuses_is_status_5(cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise MemoryError
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("runtime.generate.engine.Trunk", MemoryError()),
+        ("runtime.generate.engine.Trunk", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+        ("runtime.drives.buffers.mmap.mmap", OSError(errno.ENOMEM, "Cannot allocate memory")),
+    ],
+    ids=["array", "call", "thread", "buffer"],
+)
+def test_memory_the_system_refuses_is_status_5(
+    cli: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
 
-    monkeypatch.setattr("runtime.generate.engine.Trunk", refuse)
-    outcome = cli("run", *on(tiny), "--prompt", "a", "--json")
+    monkeypatch.setattr(place, refuse)
+    outcome = cli("run", *on(tiny), "--drive", f"other={tiny}", "--prompt", "a", "--json")
     assert outcome.status == 5
     assert outcome.record["error"]["code"] == "does_not_fit"
+    assert "the system refused" in outcome.record["error"]["message"]
+    assert "--memory" in outcome.record["error"]["message"]
 
 
 def test_a_read_that_fails_is_status_4_and_names_the_expert(

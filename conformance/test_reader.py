@@ -48,7 +48,7 @@ from runtime.drives.outcomes import Dropped, Landed, Lost
 from runtime.drives.reader import Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit, ThrottledDevice
-from runtime.errors import DoesNotFitError, StorageError
+from runtime.errors import DoesNotFitError, StorageError, memory_refused
 from runtime.weights import landing
 
 PATIENCE_S = 20.0
@@ -852,18 +852,30 @@ def test_waiting_can_be_limited(engine: Callable[..., Reader]) -> None:
     gate.opened.set()
 
 
-def test_a_bug_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "told", "said"),
+    [
+        (AssertionError("a bug"), StorageError, "in the middle of its work: AssertionError"),
+        (memory_refused("9 MB"), DoesNotFitError, "the system refused 9 MB"),
+        (MemoryError(), MemoryError, None),
+    ],
+    ids=["bug", "refused", "memory"],
+)
+def test_what_broke_the_reader_is_told_to_whoever_waits(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: type[Exception], said: str | None
+) -> None:
     reader = Reader([(shelf := Shelf("one", {"f": DATA}), spec(shelf))], BufferPool(10 * MIB, 4096))
     whole = reader._scheduler.handle
 
     def wrong(event: Event, now: float) -> list[Action]:
-        assert not isinstance(event, Completed), "a bug"
+        if isinstance(event, Completed):
+            raise error
         return whole(event, now)
 
     monkeypatch.setattr(reader._scheduler, "handle", wrong)
     reader.submit(jobs_of(DATA, 50_000, ["one"], 3))
     for _ in range(2):
-        with pytest.raises(StorageError, match="in the middle of its work: AssertionError"):
+        with pytest.raises(told, match=said):
             list(reader.as_landed(range(3), PATIENCE_S))
     assert reader.close(PATIENCE_S) == 0
 

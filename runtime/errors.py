@@ -60,6 +60,12 @@ class DoesNotFitError(ExpertstreamError):
     exit_code = 5
 
 
+def memory_refused(wanted: str) -> DoesNotFitError:
+    """What is raised where the system, or a limit set for this process, does not give what the plan counts on."""
+    advice = "give a smaller --memory, end other programs, or raise the limit of this process (ulimit -v)"
+    return DoesNotFitError(f"the system refused {wanted}: {advice}")
+
+
 class Cancelled(ExpertstreamError):
     """The generation was asked to stop; the state is as it was before the call."""
 

@@ -18,13 +18,16 @@ import typer
 from runtime.cli.commands import app
 from runtime.commands.arguments import check_unicode
 from runtime.commands.terminal import abandon, prepare, printable, say
-from runtime.errors import Cancelled, DoesNotFitError, ExpertstreamError, NotKept, StorageError, UsageError
+from runtime.errors import Cancelled, ExpertstreamError, NotKept, StorageError, UsageError, memory_refused
 
 ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 """What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 """Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
+
+THREADLESS = "can't start new thread"
+"""All that Python says of it, in a RuntimeError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,12 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
     except MemoryError:
-        message = "the system refused memory that was planned for: give a smaller --memory, or end other programs"
-        return _fail(DoesNotFitError.code, message, DoesNotFitError.exit_code, schema)
+        return _refused(schema)
+    except RuntimeError as error:
+        if str(error) != THREADLESS:
+            raise
+        return _refused(schema, "a thread, or the memory for one")
     except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
         abandon(sys.stdout)
         return 141
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            return _refused(schema)
         if isinstance(error, PermissionError) and error.filename is not None:
             message = f"{error.filename}: {error.strerror}; name a place that this user may use"
             return _fail(UsageError.code, message, UsageError.exit_code, schema)
@@ -62,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(StorageError.code, message, StorageError.exit_code, None)
     except KeyboardInterrupt:
         return 130
+
+
+def _refused(schema: str | None, wanted: str = "memory that was planned for") -> int:
+    error = memory_refused(wanted)
+    return _fail(error.code, str(error), error.exit_code, schema)
 
 
 def _schema(arguments: Sequence[str]) -> str | None:

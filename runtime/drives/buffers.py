@@ -16,10 +16,14 @@ Whoever computes with the bytes where they land may make the memory himself; the
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from runtime.errors import memory_refused
+from runtime.units import size
 
 HUGE = 2 << 20
 """The size of a huge page."""
@@ -45,10 +49,15 @@ def aligned(nbytes: int, alignment: int, phase: int = 0) -> memoryview:
 
 def fresh(nbytes: int) -> memoryview:
     """Memory nobody has touched, at a page's address; what is never touched takes none. The kernel gives huge pages
-    where it can, and only for whole ones, so that no more is taken than was asked for."""
+    where it can, and only for whole ones, so that no more is taken than was asked for. Raises DoesNotFitError."""
     whole = nbytes // HUGE * HUGE if HAS_HUGE else 0
     # Python's own default would be shared memory, of which there are no huge pages.
-    area = mmap.mmap(-1, nbytes + (HUGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area = mmap.mmap(-1, nbytes + (HUGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise memory_refused(f"{size(nbytes)} of memory to read into") from None
     memory = memoryview(area)
     start = -address(memory) % HUGE if whole else 0
     if whole:
@@ -127,7 +136,7 @@ class BufferPool:
         """A buffer of `nbytes` at `phase`. Its bytes may be anything. Never refused: the limit is the caller's to keep.
 
         room: what it could hold at least, so that buffers of several sizes serve each other. Beyond the limit nothing
-        is kept when it is given back.
+        is kept when it is given back. Raises DoesNotFitError when the system has no memory left for one.
         """
         capacity = self.cost(max(nbytes, room))
         with self._lock:

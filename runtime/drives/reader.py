@@ -303,6 +303,10 @@ class Reader:
     # --- jobs; with the lock held ---
 
     def _must_be_open(self) -> None:
+        if isinstance(self._broken, DoesNotFitError):
+            raise DoesNotFitError(str(self._broken))
+        if isinstance(self._broken, MemoryError):
+            raise MemoryError
         if self._broken is not None:
             raise StorageError(f"the reader of the drives stopped in the middle of its work: {self._broken!r}")
         if self._closed:
