@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -327,6 +328,23 @@ def test_another_form(old: bytes, new: bytes, said: str, model: Path, store: Pat
     assert found.endswith(converted.AGAIN)
 
 
+@pytest.mark.parametrize("value", [5, 0.5, None, True, "", "\ud800\n", [], [1], {}, {"a": [None]}])
+def test_metadata_of_any_kind(value: object, model: Path, store: Path) -> None:
+    data = store.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+
+    def written(words: object) -> str:
+        text = json.dumps(entries | {"__metadata__": words}).encode()
+        store.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+        return refused(model, store)
+
+    assert "is no converted trunk: it says nothing, wanted" in written(value)
+    words = entries["__metadata__"]
+    for name, said in (("schema", "is no converted"), ("fingerprint", " model"), ("rounding", "was rounded otherwise")):
+        assert said in written(words | {name: value})
+
+
 def test_cut_short(model: Path, store: Path) -> None:
     data = store.read_bytes()
     for length, said in ((len(data) - 1, "is cut short"), (100, "is damaged"), (0, "is damaged")):
@@ -501,8 +519,12 @@ def test_a_drive_that_is_full(model: Path, tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(conversion.os, "fsync", full)
         with pytest.raises(StorageError, match=f"cannot write .*{FILE_NAME}: No space left on device"):
             made(model, tmp_path / "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(StorageError, match="new cannot be written to: Permission denied"):
+            made(model, tmp_path / "new")
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: mock.Mock(free=10**6))
-    with pytest.raises(StorageError, match="has 1 MB free, and the trunk in int8 takes"):
+    with pytest.raises(StorageError, match=r"has 1 MB free; the trunk in int8 takes .* and 16.8 MB are to stay free"):
         made(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -519,8 +541,11 @@ def test_places_that_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is the directory of a checkpoint"):
         made(model, other)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written to"):
-        made(model, tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "file", tmp_path / "link", Path(os.devnull)):
+        for folder in (place, place / "below" / "it"):
+            with pytest.raises(UsageError, match=f"--out {folder}: {place} is no directory: give one"):
+                made(model, folder)
     (tmp_path / "taken").mkdir()
     lock = hold(tmp_path / "taken")
     with pytest.raises(UsageError, match="another process is writing there"):

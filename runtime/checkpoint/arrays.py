@@ -62,8 +62,9 @@ def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def words_in(header: bytes) -> dict[str, str]:
-    """The words in the header of a file that was taken for right."""
-    return dict(json.loads(header).get("__metadata__") or {})
+    """The words in a header, which `headers.scan` took for right; what is no text is none of them."""
+    words = json.loads(header).get("__metadata__")
+    return {name: word for name, word in words.items() if isinstance(word, str)} if isinstance(words, dict) else {}
 
 
 def _digest(arrays: Mapping[str, Array]) -> str:

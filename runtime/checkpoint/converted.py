@@ -157,15 +157,22 @@ class ConvertedTrunk:
 def _check_words(words: dict[str, str], checkpoint: Checkpoint, path: Path) -> None:
     """Raise CheckpointError unless the metadata are those that this checkpoint's file has."""
     if words.get("schema") != SCHEMA:
-        found = f"it says {words.get('schema')!r}, wanted {SCHEMA!r}"
+        found = f"it says {_said(words, 'schema')}, wanted {SCHEMA!r}"
         raise CheckpointError(f"{path} is no converted trunk: {found}; {AGAIN}")
-    if words.get("fingerprint") != checkpoint.fingerprint:
+    if "fingerprint" not in words:
+        raise CheckpointError(f"{path} is damaged: its header does not say of which model it is; {AGAIN}")
+    if words["fingerprint"] != checkpoint.fingerprint:
         raise CheckpointError(
-            f"{path} is the converted trunk of another model, fingerprint {words.get('fingerprint', '')[:16]}, not "
+            f"{path} is the converted trunk of another model, fingerprint {words['fingerprint'][:16]!r}, not "
             f"{checkpoint.fingerprint[:16]}: give a directory with this model's, which python -m runtime convert makes"
         )
     if words.get("rounding") != ROUNDING:
-        raise CheckpointError(f"{path} was rounded otherwise: {words.get('rounding')!r}, not {ROUNDING!r}; {AGAIN}")
+        raise CheckpointError(f"{path} was rounded otherwise: {_said(words, 'rounding')}, not {ROUNDING!r}; {AGAIN}")
+
+
+def _said(words: dict[str, str], name: str) -> str:
+    """One of the words, for people."""
+    return repr(words[name]) if name in words else "nothing"
 
 
 def damaged(path: Path, name: str) -> str:

@@ -76,8 +76,8 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
         free = shutil.disk_usage(folder).free
         if free < form.nbytes + SPARE_BYTES:
             raise StorageError(
-                f"{folder} has {size(free)} free, and the trunk in int8 takes {size(form.nbytes + SPARE_BYTES)}: "
-                "make room, or give --out a directory on another drive"
+                f"{folder} has {size(free)} free; the trunk in int8 takes {size(form.nbytes)}, and {size(SPARE_BYTES)} "
+                "are to stay free: make room, or give --out a directory on another drive"
             )
         meter = Meter(progress, 3 * values_nbytes)
         try:
@@ -97,18 +97,21 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
 @contextmanager
 def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
     """The directory is this process's alone; what was made of it and above it goes again if the block fails."""
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    nearest = next(place for place in (folder, *folder.parents) if place not in missing)
+    if not nearest.is_dir():
+        raise UsageError(f"--out {folder}: {nearest} is no directory: give one, or a name that is still free")
     if folder.resolve().is_relative_to(checkpoint.path.resolve()):
         raise UsageError(f"--out {folder} is in the model's directory, where nothing is written: give another one")
-    if (folder / CONFIG_NAME).exists():
+    if os.path.lexists(folder / CONFIG_NAME):
         raise UsageError(f"--out {folder} is the directory of a checkpoint, where nothing is written: give another one")
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = hold(folder)
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process is writing there; wait for it to end") from None
     except OSError as error:
-        raise UsageError(f"--out {folder} cannot be written to: {error.strerror or error}") from None
+        raise StorageError(f"--out {folder} cannot be written to: {error.strerror or error}") from None
     try:
         for name in os.listdir(folder):
             if _UNFINISHED.fullmatch(name):
