@@ -217,6 +217,18 @@ def test_linear_is_right_and_row_invariant_for_any_shape(
     assert ops.linear(x, as_float32).tobytes() == found.tobytes()
 
 
+def test_no_row_changes_where_columns_and_rows_are_taken_in_parts(ops: CpuOps) -> None:
+    """More of both than are taken at once, and some left over."""
+    count, columns, n_rows = 61, 905, 71
+    x = floats(0, n_rows, columns)
+    expected = x.astype(np.float64) @ widen(bf16(1, count, columns)).T
+    close(ops.linear(x, ops.matrix(bf16(1, count, columns))), expected)
+    for matrix in (ops.matrix(bf16(1, count, columns)), ops.int8_matrix(int8(1, count, columns))):
+        found = ops.linear(x, matrix)
+        for r in (0, 63, 64, 69, 70):
+            assert ops.linear(x[r : r + 1], matrix).tobytes() == found[r].tobytes()
+
+
 def test_matrices_may_lie_anywhere_and_read_only(ops: CpuOps) -> None:
     weight, x = bf16(0, 9, 50), floats(1, 3, 50)
     raw = np.empty(weight.nbytes + 1, np.uint8)
@@ -524,7 +536,7 @@ def all_outputs(ops: CpuOps, tokens: int = 5) -> Iterator[tuple[str, Any]]:
     for bound in (-5.0, None):
         yield f"decay {bound}", ops.decay(rows[0], floats(7, 7), bound)
     yield from zip(("delta rule", "state"), ops.delta_rule(*rows, state), strict=True)
-    cache = ops.latent_cache(90, 48, 20)
+    cache = ops.latent_cache(83 + tokens, 48, 20)
     cache.length = cache.append(floats(8, 83, 48), floats(9, 83, 20))
     cache.append(floats(10, tokens, 48), floats(11, tokens, 20))
     q = floats(12, tokens, 7, 44)
@@ -542,7 +554,9 @@ def all_outputs(ops: CpuOps, tokens: int = 5) -> Iterator[tuple[str, Any]]:
 
 
 def digest(ops: CpuOps) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for _, a in all_outputs(ops))).hexdigest()
+    """Of few rows, whose weights are decoded as they are used, and of more, for which they may be decoded before."""
+    outputs = [*all_outputs(ops), *all_outputs(ops, tokens=11)]
+    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for _, a in outputs)).hexdigest()
 
 
 @pytest.mark.parametrize("threads", [2, 3])

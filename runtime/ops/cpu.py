@@ -39,9 +39,13 @@ def _place(array: npt.NDArray[Any]) -> int:
 
 
 def _panels(x: Floats) -> Floats:
-    """The rows as the matrix kernels take them: packed once per call, read by every thread."""
+    """The rows as the matrix kernels take them: packed once per call, read by every thread. They begin at a line of the
+    caches, since a vector that lies in two lines is two loads."""
     rows, columns = x.shape
-    panels = np.empty((rows, -(-columns // 32) * 32), np.float32)
+    wide = -(-columns // 32) * 32
+    room = np.empty(rows * wide + 15, np.float32)
+    start = -_place(room) // 4 % 16
+    panels = room[start : start + rows * wide].reshape(rows, wide)
     matrices.pack(x, panels)
     return panels
 
@@ -120,12 +124,13 @@ class CpuOps:
 
     @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
-        """One of: the widest rows in panels, an expert's five activations, every thread's scores and queries."""
+        """One of: the widest rows in panels, an expert's five activations, every thread's scores and queries; and what
+        every thread stages of a matrix."""
         linear = 4 * work.rows * (work.widest + 31)
         expert = 4 * work.rows * (work.latent + 4 * work.inter)
         scores = min(work.heads * work.context, max(4 * work.context, SCORES_AT_ONCE))
         attention = 4 * (threads * scores + 2 * work.heads * work.widest)
-        return max(linear, expert, attention)
+        return max(linear, expert, attention) + threads * matrices.stage_nbytes(max(work.rows, work.heads))
 
     def _split(self, work_bytes: int, count: int, step: int, part: Callable[[int, int], None]) -> None:
         """part(first, last) over 0 .. count, cut at multiples of `step`, on as many threads as the work is worth."""

@@ -9,5 +9,7 @@ One order of sums for every number of rows and threads and for every CPU, kept b
   and over positions in chains of 128 (`rows`, `attention`);
 * exp, σ, tanh and softplus are our own (`elementary`); √ and ÷ are IEEE's. No BLAS, libm, SVML or fast-math.
 
+How many rows are taken together is a matter of registers and caches alone (`shapes`, `matrices`).
+
 `matrices`, `rows` and `attention` hold the functions that Python calls; `jit` compiles and keeps them.
 """

@@ -12,6 +12,7 @@ from runtime.ops.kernels.jit import inline, kernel
 from runtime.ops.kernels.lanes import Address, address, fma, get, hold, lanes, load, pointer, store, total
 from runtime.ops.kernels.matrices import bf16_row, f32_row, int8_row, padded, panel_rows, split_matrix
 from runtime.ops.kernels.rows import zero
+from runtime.ops.kernels.shapes import SHAPES
 from runtime.ops.kernels.tiles import mix_tile, unpack_row
 
 SCORES_AT_ONCE = 1 << 22
@@ -19,6 +20,8 @@ SCORES_AT_ONCE = 1 << 22
 POSITIONS = 128
 """Positions summed in one chain; the chains are added in order. Keeps the error of a long context small, and lets all
 heads read these cache rows before the next ones are fetched."""
+HEADS = SHAPES.heads
+"""Heads whose latents are mixed together."""
 
 
 @kernel(
@@ -30,32 +33,44 @@ def delta_rule(
 ) -> None:
     """S ← diag(α) S; u = Sᵀk; S ← S + k ⊗ β(v − u); o = Sᵀq for heads first to last, all tokens.
 
-    A column of S never meets another one: sixteen of them take all tokens before the next sixteen are touched.
-    Sums run over the key channel in order.
+    A column of S never meets another one: 32 of them take all tokens before the next 32 are touched, in two vectors
+    that do not wait for each other. Sums run over the key channel in order.
     """
     tokens, heads, n = q.shape
-    columns = np.empty((n, 16), np.float32)
+    columns = np.empty((n, 32), np.float32)
     s = address(columns)
     for h in range(first, last):
-        for c in range(0, n, 16):
+        for c in range(0, n, 32):
+            here, there = n - c, max(0, n - c - 16)
             matrix = 4 * ((h * n) * n + c)
             for d in range(n):
-                store(s + 64 * d, 16, load(address(state) + matrix + 4 * d * n, n - c))
+                row = address(state) + (matrix + 4 * d * n)
+                store(s + 128 * d, 16, load(row, here))
+                store(s + 128 * d + 64, 16, load(row + 64, there))
             for t in range(tokens):
                 row = 4 * (t * heads + h) * n
                 decay, key, query = address(alpha) + row, address(k) + row, address(q) + row
-                u = zero()
+                values, to = address(v) + (row + 4 * c), address(out) + (row + 4 * c)
+                u0, u1 = zero(), zero()
                 for d in range(n):
-                    u = fma(load(s + 64 * d, 16) * get(decay + 4 * d), get(key + 4 * d), u)
-                change = (load(address(v) + row + 4 * c, n - c) - u) * beta[t, h]
-                o = zero()
+                    u0 = fma(load(s + 128 * d, 16) * get(decay + 4 * d), get(key + 4 * d), u0)
+                    u1 = fma(load(s + 128 * d + 64, 16) * get(decay + 4 * d), get(key + 4 * d), u1)
+                change0 = (load(values, here) - u0) * beta[t, h]
+                change1 = (load(values + 64, there) - u1) * beta[t, h]
+                o0, o1 = zero(), zero()
                 for d in range(n):
-                    changed = fma(change, get(key + 4 * d), load(s + 64 * d, 16) * get(decay + 4 * d))
-                    store(s + 64 * d, 16, changed)
-                    o = fma(changed, get(query + 4 * d), o)
-                store(address(out) + row + 4 * c, n - c, o)
+                    changed0 = fma(change0, get(key + 4 * d), load(s + 128 * d, 16) * get(decay + 4 * d))
+                    changed1 = fma(change1, get(key + 4 * d), load(s + 128 * d + 64, 16) * get(decay + 4 * d))
+                    store(s + 128 * d, 16, changed0)
+                    store(s + 128 * d + 64, 16, changed1)
+                    o0 = fma(changed0, get(query + 4 * d), o0)
+                    o1 = fma(changed1, get(query + 4 * d), o1)
+                store(to, here, o0)
+                store(to + 64, there, o1)
             for d in range(n):
-                store(address(new_state) + matrix + 4 * d * n, n - c, load(s + 64 * d, 16))
+                row = address(new_state) + (matrix + 4 * d * n)
+                store(row, here, load(s + 128 * d, 16))
+                store(row + 64, there, load(s + 128 * d + 64, 16))
     hold(columns)
 
 
@@ -65,8 +80,8 @@ def append(latent: Any, key: Any, entries: Any, first: int) -> None:
     rank, rope = latent.shape[1], key.shape[1]
     for t in range(latent.shape[0]):
         to = address(entries) + 4 * (first + t) * entries.shape[1]
-        unpack_row(F32, address(latent) + 4 * t * rank, rank, to, 128)
-        unpack_row(F32, address(key) + 4 * t * rope, rope, to + 4 * padded(rank), 128)
+        unpack_row(F32, address(latent) + 4 * t * rank, to, rank, to, 128)
+        unpack_row(F32, address(key) + 4 * t * rope, to, rope, to + 4 * padded(rank), 128)
 
 
 @inline
@@ -136,10 +151,10 @@ def mix_latents(
         for b in range(0, padded(rank), 32):
             block = entries + row * p + 4 * b
             h = 0
-            while h + 4 <= heads:
+            while h + HEADS <= heads:
                 at = scores + h * step + 4 * p
-                mix_tile(SPLIT, 4, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
-                h += 4
+                mix_tile(SPLIT, HEADS, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
+                h += HEADS
             while h < heads:
                 at = scores + h * step + 4 * p
                 mix_tile(SPLIT, 1, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
@@ -174,14 +189,14 @@ def latent_attention(
             here = min(chunk, last - start)
             h = 0
             while h < here:
-                panel = panel_rows(here - h)
+                panel = panel_rows(here - h, here)
                 for i in range(panel):
                     at = address(q) + 4 * (t * heads + start + h + i) * n_q
                     to = address(queries) + 4 * h * width + 128 * i
                     k = (start + h + i) * (nope + n_v)
                     w, s = weights + k * row_bytes, scales + k * scale_bytes
                     absorb(at, w, s, form, nope, rank, to, 128 * panel)
-                    unpack_row(F32, at + 4 * nope, rope, to + 4 * wide * panel, 128 * panel)
+                    unpack_row(F32, at + 4 * nope, at, rope, to + 4 * wide * panel, 128 * panel)
                 h += panel
             at, row = address(entries), 4 * width
             split_matrix(at, row, at, n, width, address(queries), here, address(scores), 4 * longest)

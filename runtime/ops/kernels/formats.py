@@ -7,14 +7,17 @@ decoded so, block after block and zeros behind its end, is in *split layout*; ac
 This file knows formats, never sums.
 """
 
+# mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 
 from runtime.ops.kernels.jit import VECTORS
-from runtime.ops.kernels.lanes import F32X16, I32X16, call, constant, offset, read, read_some, splat
+from runtime.ops.kernels.lanes import BYTES, F32X16, I32X16, call, constant, offset, read, read_some, splat
 
 BF16, F32, SPLIT, INT8, MXFP4, MXFP4_EDGE = range(6)
 """bf16 and float32 as released; float32 in split layout; int8 with a float32 scale for each row; MXFP4 with scale bytes
@@ -27,6 +30,8 @@ BLOCK = 32
 _BYTES = ir.VectorType(ir.IntType(8), 16)
 _FLOATS32 = ir.VectorType(ir.FloatType(), BLOCK)
 _BIT = ir.IntType(32)
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 Pair = tuple[ir.Value, ir.Value]
 
@@ -171,10 +176,9 @@ class _Mxfp4Avx512:
     """`vpermps` looks all 16 values up; the product with a power of two is exact."""
 
     block_bytes = 16
-    _TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        table = builder.fmul(ir.Constant(F32X16, list(self._TABLE)), splat(builder, _scale(builder, scale, block)))
+        table = builder.fmul(ir.Constant(F32X16, list(_E2M1)), splat(builder, _scale(builder, scale, block)))
         even, odd = (
             call(builder, "llvm.x86.avx512.permvar.sf.512", F32X16, table, codes)
             for codes in _codes(builder, row, block)
@@ -183,30 +187,61 @@ class _Mxfp4Avx512:
 
 
 class _Mxfp4Avx2:
-    """`vpermps` of eight lanes looks the magnitude up by the low three bits; the sign is set beside it."""
+    """A value is known by the two upper bytes of its float32: `vpshufb` looks up each of them for all 32 codes, in a
+    table for the scale. Three interleavings bring them, and zeros below, to where the lanes want them."""
 
     block_bytes = 16
-    _HALF = ir.VectorType(ir.FloatType(), 8)
+    _CODES = ir.VectorType(ir.IntType(8), 32)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        unit = splat(builder, _scale(builder, scale, block))
-        table = builder.fmul(ir.Constant(F32X16, list(_Mxfp4Avx512._TABLE[:8]) * 2), unit)
-        table = self._part(builder, table, 0)
-        even, odd = (self._look_up(builder, table, codes) for codes in _codes(builder, row, block))
+        bits = builder.lshr(read(builder, offset(builder, scale, block, 4), _BIT), _BIT(23))
+        tables = cgutils.global_constant(builder, "mxfp4", self._tables())
+        table = offset(builder, builder.bitcast(tables, BYTES), builder.zext(bits, ir.IntType(64)), 32)
+        codes = self._codes(builder, read(builder, offset(builder, row, block, 16), ir.VectorType(_BIT, 4)))
+        upper, second = (self._look_up(builder, offset(builder, table, first), codes) for first in (0, 16))
+        even, odd = (
+            self._floats(builder, self._interleave(builder, second, upper, 8 * parity, 16)) for parity in (0, 1)
+        )
         return even, odd
 
-    def _part(self, builder: ir.IRBuilder, vector: ir.Value, first: int) -> ir.Value:
-        mask = ir.Constant(ir.VectorType(_BIT, 8), list(range(first, first + 8)))
-        return builder.shuffle_vector(vector, vector, mask)
+    def _codes(self, builder: ir.IRBuilder, four: ir.Value) -> ir.Value:
+        """Bytes 0-3, 8-11 | 4-7, 12-15 of a block, in each half their low four bits and then their high ones."""
+        quarters = ir.Constant(ir.VectorType(_BIT, 8), [0, 2, 0, 2, 1, 3, 1, 3])
+        wide = builder.bitcast(builder.shuffle_vector(four, four, quarters), ir.VectorType(ir.IntType(64), 4))
+        shifted = builder.lshr(wide, ir.Constant(wide.type, [0, 4, 0, 4]))
+        return builder.and_(builder.bitcast(shifted, self._CODES), ir.Constant(self._CODES, [15] * 32))
 
     def _look_up(self, builder: ir.IRBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
+        entries = read(builder, table, _BYTES)
+        both = builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(_BIT, 32), [*range(16)] * 2))
+        return call(builder, "llvm.x86.avx2.pshuf.b", self._CODES, both, codes)
+
+    def _interleave(self, builder: ir.IRBuilder, low: ir.Value, high: ir.Value, first: int, half: int) -> ir.Value:
+        """Of both halves the elements from `first` on, one of each vector by turns."""
+        n = half // 2
+        order = [source + at + i for at in (first, first + half) for i in range(n) for source in (0, 2 * half)]
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 2 * half), order))
+
+    def _floats(self, builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+        """Sixteen floats in the order of the lanes, from their upper 16 bits: 0-3, 8-11 | 4-7, 12-15."""
+        halves = builder.bitcast(pairs, ir.VectorType(ir.IntType(16), 16))
         low, high = (
-            call(builder, "llvm.x86.avx2.permps", self._HALF, table, self._part(builder, codes, first))
-            for first in (0, 8)
+            builder.bitcast(
+                self._interleave(builder, ir.Constant(halves.type, None), halves, first, 8),
+                ir.VectorType(ir.FloatType(), 8),
+            )
+            for first in (0, 4)
         )
-        mask = ir.Constant(ir.VectorType(_BIT, 16), list(range(16)))
-        magnitude = builder.bitcast(builder.shuffle_vector(low, high, mask), I32X16)
-        return _floats(builder, builder.or_(magnitude, _sign(builder, codes)))
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 16), [*range(16)]))
+
+    @staticmethod
+    def _tables() -> ir.Constant:
+        """Of every scale byte 2 to 252, the first and the second byte of the 16 values."""
+        codes = np.array(_E2M1, np.float32).view(np.uint32).astype(np.int64)
+        exponents = (np.arange(256)[:, None] - 127) << 23
+        values = np.where(codes & 0x7FFFFFFF, codes + exponents, codes)
+        bytes_of = np.stack([values >> 24, values >> 16], 1) & 0xFF
+        return ir.Constant(ir.ArrayType(ir.IntType(8), bytes_of.size), bytearray(bytes_of.astype(np.uint8).tobytes()))
 
 
 class _Mxfp4Edge:

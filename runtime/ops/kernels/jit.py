@@ -157,6 +157,11 @@ def inline(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, error_model="numpy", inline="always")(function)
 
 
+def shared(function: Callable[..., Any]) -> Any:
+    """A helper of kernels, compiled once and called by each of them."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
 def build(report: Progress | None = None) -> None:
     """Compile every declared kernel, which takes some ten seconds, or load it, which takes a fraction of one.
 

@@ -86,7 +86,7 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """a·b + c, rounded once."""
-    return call(builder, "llvm.fma.v16f32", F32X16, a, b, c)
+    return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
 
 def tree_sum(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
@@ -113,10 +113,10 @@ def write(builder: ir.IRBuilder, value: ir.Value, at: ir.Value) -> None:
     builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
 
 
-def prefetch(builder: ir.IRBuilder, at: ir.Value) -> None:
-    """Ask for the line of memory at an address, which may be no memory at all, into the second cache."""
+def prefetch(builder: ir.IRBuilder, at: ir.Value, nearest: bool = False) -> None:
+    """Ask for the line of memory at an address, which may be no memory at all, into the second cache or the nearest."""
     number = ir.IntType(32)
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), at, number(0), number(2), number(1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), at, number(0), number(3 if nearest else 2), number(1))
 
 
 def read_some(builder: ir.IRBuilder, at: ir.Value, kind: ir.Type, n_bytes: ir.Value) -> ir.Value:

@@ -36,6 +36,7 @@ from runtime.ops.kernels.lanes import (
     tree_sum,
     write,
 )
+from runtime.ops.kernels.shapes import SHAPES
 
 _INT = ir.IntType(64)
 _SPLIT_BLOCK_BYTES = 4 * BLOCK
@@ -132,14 +133,73 @@ def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], blo
 
 
 @_intrinsic
-def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step: Any) -> Any:
-    """Write one row in split layout, zeros up to a multiple of 32 columns, a block every `step` bytes."""
+def stage_tile(
+    typing: Any, n: Any, r: Any, weight: Any, w_step: Any, blocks: Any, x: Any, sums: Any, step: Any, soon: Any,
+    coming: Any, coming_row: Any, coming_step: Any,
+) -> Any:  # fmt: skip
+    """Take the chains of n weight rows times a panel of r activation rows on, over some blocks: sums[r, n, 16 lanes].
+
+    weight, x: the first block of each row, in split layout; `w_step` bytes behind, and behind x's r, the second blocks.
+    sums: the next activation row's `step` bytes behind. Beside each block and part, a line of the panel `soon` is
+    fetched, and what lies at `coming`: each part has a row, each block `coming_step` bytes of it.
+    The lanes of one register go through all blocks, then those of the next: so more rows have room in the registers.
+    """
+    if not _literals(n, r):
+        return None
+    rows, activations = n.literal_value, r.literal_value
+    part_bytes = 4 * SHAPES.lanes
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        weight, w_step, blocks, x, sums, step, soon, coming, coming_row, coming_step = args[2:]
+        register = ir.VectorType(ir.FloatType(), SHAPES.lanes)
+        x_step = activations * _SPLIT_BLOCK_BYTES
+
+        def operands(base: ir.Value, first: int, count: int) -> Iterator[ir.Value]:
+            return (
+                read(builder, offset(builder, base, i * _SPLIT_BLOCK_BYTES + first), register) for i in range(count)
+            )
+
+        for part in range(64 // part_bytes):
+            places = [
+                offset(builder, offset(builder, sums, j, step), 64 * i + part * part_bytes)
+                for j in range(activations)
+                for i in range(rows)
+            ]
+            chains = [cgutils.alloca_once_value(builder, read(builder, place, register)) for place in places]
+            with _blocks(builder, blocks) as block:
+                prefetch(builder, offset(builder, offset(builder, soon, block, x_step), 64 * part), nearest=True)
+                prefetch(builder, offset(builder, offset(builder, coming, block, coming_step), part, coming_row))
+                w, given = offset(builder, weight, block, w_step), offset(builder, x, block, x_step)
+                for first in (part * part_bytes, 64 + part * part_bytes):
+                    if rows <= activations:  # the fewer are held, the others pass by
+                        held = list(operands(w, first, rows))
+                        for j, value in enumerate(operands(given, first, activations)):
+                            for i in range(rows):
+                                _accumulate(builder, chains[j * rows + i], held[i], value)
+                    else:
+                        held = list(operands(given, first, activations))
+                        for i, value in enumerate(operands(w, first, rows)):
+                            for j in range(activations):
+                                _accumulate(builder, chains[j * rows + i], value, held[j])
+            for place, chain in zip(places, chains, strict=True):
+                write(builder, builder.load(chain), place)
+        return context.get_dummy_value()
+
+    return _signature(n, r, "pnnppnppnn"), codegen
+
+
+@_intrinsic
+def unpack_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, out: Any, step: Any) -> Any:
+    """Write one row in split layout, zeros up to a multiple of 32 columns, a block every `step` bytes.
+
+    scale: of its first block, where the format has them.
+    """
     if not _literals(form):
         return None
     decoder = FORMATS[form.literal_value]
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, columns, out, step = args[1:]
+        weight, scale, columns, out, step = args[1:]
         blocks = builder.sdiv(columns, _INT(BLOCK))
         rest = builder.srem(columns, _INT(BLOCK))
 
@@ -148,13 +208,13 @@ def unpack_row(typing: Any, form: Any, weight: Any, columns: Any, out: Any, step
                 write(builder, pair[parity], offset(builder, offset(builder, out, block, step), parity, 64))
 
         with _blocks(builder, blocks) as block:
-            put(decoder.block(builder, weight, weight, block), block)
+            put(decoder.block(builder, weight, scale, block), block)
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
-                put(decoder.tail(builder, weight, weight, blocks, rest), blocks)
+                put(decoder.tail(builder, weight, scale, blocks, rest), blocks)
         return context.get_dummy_value()
 
-    return _signature(form, "pnpn"), codegen
+    return _signature(form, "ppnpn"), codegen
 
 
 @_intrinsic
@@ -174,36 +234,37 @@ def mix_tile(
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         weight, stride, scale, columns, count, a, step, out, out_step = args[2:]
-        targets = [
-            [offset(builder, offset(builder, out, i, out_step), parity, 64) for parity in (0, 1)]
-            for i in range(m.literal_value)
-        ]
-        sums = [_zeros(builder, 2) for _ in targets]
+        both = 2 * m.literal_value * (16 // SHAPES.lanes) <= SHAPES.accumulators
+        for parities in ((0, 1),) if both else ((0,), (1,)):
+            targets = [
+                offset(builder, offset(builder, out, i, out_step), 64 * parity)
+                for i in range(m.literal_value)
+                for parity in parities
+            ]
+            sums = _zeros(builder, len(targets))
 
-        def mix(whole: bool) -> None:
-            with _blocks(builder, count) as p:
-                row = offset(builder, weight, p, stride), offset(builder, scale, p, 4)
-                if isinstance(decoder, RaggedFormat) and not whole:
-                    pair = decoder.tail(builder, *row, _INT(0), columns)
-                else:
-                    pair = decoder.block(builder, *row, _INT(0))
-                for i, both in enumerate(sums):
-                    factor = read(builder, offset(builder, offset(builder, a, i, step), p, 4), ir.FloatType())
-                    for parity in (0, 1):
-                        _accumulate(builder, both[parity], splat(builder, factor), pair[parity])
+            def mix(whole: bool, parities: tuple[int, ...] = parities, sums: list[ir.Value] = sums) -> None:
+                with _blocks(builder, count) as p:
+                    row = offset(builder, weight, p, stride), offset(builder, scale, p, 4)
+                    if isinstance(decoder, RaggedFormat) and not whole:
+                        pair = decoder.tail(builder, *row, _INT(0), columns)
+                    else:
+                        pair = decoder.block(builder, *row, _INT(0))
+                    for i in range(m.literal_value):
+                        factor = read(builder, offset(builder, offset(builder, a, i, step), p, 4), ir.FloatType())
+                        for k, parity in enumerate(parities):
+                            _accumulate(builder, sums[i * len(parities) + k], splat(builder, factor), pair[parity])
 
-        if not isinstance(decoder, RaggedFormat):
-            mix(True)
-        else:
-            with builder.if_else(builder.icmp_signed(">=", columns, _INT(BLOCK))) as (whole, part):
-                with whole:
-                    mix(True)
-                with part:
-                    mix(False)
-        for i, pair in enumerate(targets):
-            for parity in (0, 1):
-                before = read(builder, pair[parity], F32X16)
-                write(builder, builder.fadd(before, builder.load(sums[i][parity])), pair[parity])
+            if not isinstance(decoder, RaggedFormat):
+                mix(True)
+            else:
+                with builder.if_else(builder.icmp_signed(">=", columns, _INT(BLOCK))) as (whole, part):
+                    with whole:
+                        mix(True)
+                    with part:
+                        mix(False)
+            for target, total in zip(targets, sums, strict=True):
+                write(builder, builder.fadd(read(builder, target, F32X16), builder.load(total)), target)
         return context.get_dummy_value()
 
     return _signature(form, m, "pnpnnpnpn"), codegen
