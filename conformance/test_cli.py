@@ -169,6 +169,19 @@ def test_logits_that_are_not_numbers_are_status_3(cli: Command, tiny: Path, tmp_
     assert "the logits are not numbers" in outcome.err
 
 
+def test_the_record_opens_no_file(cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drives may hold every descriptor: an answer that has been computed is printed all the same."""
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for place in ("runtime.generate.record.version", "platform.platform", "platform.libc_ver"):
+        monkeypatch.setattr(place, refuse)
+    outcome = cli("run", *on(tiny), "--prompt", "a", "--json")
+    assert outcome.status == 0
+    assert outcome.record["settings"]["versions"]["numpy"] is not None
+
+
 @pytest.mark.parametrize(
     ("place", "error"),
     [

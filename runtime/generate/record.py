@@ -196,9 +196,7 @@ def settings(engine: Engine) -> Record:
         "verify_reads": engine.checks.settings(),
         "trunk": engine.model.trunk.precision,
         "precision": precision(engine),
-        "versions": versions(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
+        **BUILD,
     }
 
 
@@ -214,3 +212,7 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+BUILD = {"versions": versions(), "platform": platform.platform(), "machine": platform.machine()}
+"""Found out while files can still be opened: at the end of a run the drives may hold every descriptor."""
