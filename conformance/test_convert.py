@@ -628,6 +628,35 @@ def test_the_map_of_drives_shows_it(cli: Command, model: Path, stores: list[Path
     assert any("was rounded otherwise" in note for note in record["b"]["notes"])
 
 
+def test_the_doctor_tells_of_each_and_ends_as_the_run_does(
+    cli: Command, model: Path, stores: list[Path], store: Path
+) -> None:
+    drives = ["--model", model, "--drive", f"a={stores[0]}", "--drive", f"b={store.parent}"]
+
+    def told(*options: str) -> tuple[int, list[list[tuple[str, str]]]]:
+        found = cli("doctor", *drives, *options, "--json")
+        assert found.status == cli("run", *drives, *options, "--prompt-ids", "1", "--max-new", "1").status
+        texts = [
+            [(one["level"], one["text"]) for one in found.record["findings"] if one["about"] == f"drive {name}"][1:]
+            for name in "ab"
+        ]
+        assert [one["level"] for one in found.record["findings"]].count("problem") == (found.status != 0)
+        return found.status, texts
+
+    unread, read = (
+        ("ok", f"its trunk in int8 is this model's, and {how}") for how in ("only --trunk int8 would read", "is read")
+    )
+    assert told() == (0, [[unread], [unread]])
+    assert told("--trunk", "int8") == (0, [[read], [read]])
+    assert told("--trunk", "int8", "--memory", "1M")[0] == 5
+    assert told("--memory", "much")[0] == 2
+    assert f"drive a: {FILE_NAME} there is what --trunk int8 would read" in cli("doctor", *drives).out
+    edit(store, b"half to even", b"half to zero")
+    for level, status, options in (("note", 0, []), ("problem", 3, ["--trunk", "int8"])):
+        found, (_, ((said, text),)) = told(*options)
+        assert (found, said, "was rounded otherwise" in text) == (status, level, True)
+
+
 def test_precision_is_never_chosen_unasked(cli: Command, model: Path, tmp_path: Path) -> None:
     outcome = cli("convert", "--model", model, "--out", tmp_path / "trunk")
     assert outcome.status == 2

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 import runtime
-from runtime.cli.options import Drive, Effort, EngineOptions, Model, SimulatedDrive, Stats, with_engine
+from runtime.cli.options import Drive, Effort, EngineOptions, Memory, Model, SimulatedDrive, Stats, Trunk, with_engine
 from runtime.commands.arguments import parse_passes, prompt_source
 from runtime.commands.terminal import write
 from runtime.errors import UsageError
@@ -116,6 +116,8 @@ def chat(
 def doctor(
     model: Model = None,
     drive: Drive = None,
+    trunk: Trunk = "bf16",
+    memory: Memory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> int:
     """Say what a run would use on this machine, and why, and what stands in its way. Nothing is loaded.
@@ -124,7 +126,7 @@ def doctor(
     """
     from runtime.commands.doctor import doctor as command
 
-    return command(model, drive or (), as_json)
+    return command(model, drive or (), trunk, memory, as_json)
 
 
 @app.command()

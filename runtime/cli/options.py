@@ -30,6 +30,13 @@ SimulatedDrive = Annotated[
         help="The model directory behind limits, instead of itself. Repeat.",
     ),
 ]
+Trunk = Annotated[
+    Literal["bf16", "int8"],
+    typer.Option(help="Weights that are no routed expert: as released, or halved, which is not weight-exact."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Total of this process, such as 24G. [default: what is free]")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="A line per token and a table, on stderr.")]
 
 
@@ -43,13 +50,8 @@ class EngineOptions:
     backend: Annotated[
         Literal["cpu", "mlx", "reference"] | None, typer.Option(help="Arithmetic. [default: mlx with a GPU, else cpu]")
     ] = None
-    trunk: Annotated[
-        Literal["bf16", "int8"],
-        typer.Option(help="Weights that are no routed expert: as released, or halved, which is not weight-exact."),
-    ] = "bf16"
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Total of this process, such as 24G. [default: what is free]")
-    ] = None
+    trunk: Trunk = "bf16"
+    memory: Memory = None
     expert_cache: Annotated[
         str | None,
         typer.Option(metavar="SIZE|off", help="Experts kept between tokens. [default: what --memory leaves]"),

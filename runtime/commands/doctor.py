@@ -6,6 +6,7 @@ Of the model it asks what `run` asks, through the same call, and stops where `ru
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.converted import FILE_NAME, ConvertedTrunk
 from runtime.checkpoint.files import descriptor_budget
 from runtime.commands.drives import parse_drives
 from runtime.commands.loading import COMPILED_ONCE
@@ -26,7 +28,7 @@ from runtime.drives.buffers import HAS_HUGE
 from runtime.drives.identity import Identity, same_device
 from runtime.drives.mounts import mounts
 from runtime.drives.remembered import Remembered
-from runtime.errors import ExpertstreamError, UsageError
+from runtime.errors import CheckpointError, ExpertstreamError, StorageError, UsageError
 from runtime.generate import Engine, MemoryPlan, embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.generate.engine import default_backend, default_threads
@@ -35,9 +37,10 @@ from runtime.generate.record import versions
 from runtime.home import home
 from runtime.ops import backend_type
 from runtime.text.tokenizer import Tokenizer
-from runtime.units import size
+from runtime.units import parse_size, size
 from runtime.weights.checks import ReadChecks
-from runtime.weights.layout import Drives
+from runtime.weights.layout import Drives, Layout
+from runtime.weights.trunk import Precision
 
 SCHEMA = "expertstream.doctor/1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -60,15 +63,16 @@ class Finding(NamedTuple):
     text: str
 
 
-def doctor(model: Path | None, drives: Sequence[str], as_json: bool) -> int:
+def doctor(model: Path | None, drives: Sequence[str], trunk: Precision, memory: str | None, as_json: bool) -> int:
     """Look and tell. Returns the status that `run` would end with, 0 when it would work."""
     backend = default_backend()
     findings, error = list(_machine(backend)), None
-    for part in (partial(_model, model, drives, backend, findings), partial(_require_kernels, backend)):
+    for part in (partial(_model, model, drives, backend, trunk, memory, findings), partial(_require_kernels, backend)):
         try:
             part()
         except ExpertstreamError as found:
-            findings.append(Finding(found.code.replace("_", " "), "problem", str(found)))
+            if not any(finding.text == str(found) for finding in findings):
+                findings.append(Finding(found.code.replace("_", " "), "problem", str(found)))
             error = error or found
     if as_json:
         record: dict[str, Any] = {"schema": SCHEMA, "backend": backend, "findings": [f._asdict() for f in findings]}
@@ -183,14 +187,23 @@ class _Planned(Exception):
     """Everything before loading went well."""
 
 
-def _model(model: Path | None, drives: Sequence[str], backend: str, findings: list[Finding]) -> None:
+def _model(
+    model: Path | None,
+    drives: Sequence[str],
+    backend: str,
+    trunk: Precision,
+    memory: str | None,
+    findings: list[Finding],
+) -> None:
     """Add what is found on the way to loading. Raises what `run` would raise."""
+    nbytes = None if memory is None else parse_size(memory, "--memory")
     layout = parse_drives(drives, ())
     path = model or embedded_model()
 
     def opened(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
         findings.extend(_checkpoint(checkpoint, tokenizer, NOTE if model is None else str(path)))
         findings.extend(_drives(layout.paths(path)))
+        findings.extend(_converted(checkpoint, layout, trunk))
 
     def planned(checkpoint: Checkpoint, plan: MemoryPlan, drives: Drives | None, checks: ReadChecks) -> None:
         findings.extend(_reads(drives, checks))
@@ -200,7 +213,7 @@ def _model(model: Path | None, drives: Sequence[str], backend: str, findings: li
         raise _Planned
 
     with suppress(_Planned):
-        Engine.load(path, backend=backend, layout=layout, prompt=opened, announce=planned)
+        Engine.load(path, backend=backend, layout=layout, trunk=trunk, memory=nbytes, prompt=opened, announce=planned)
 
 
 def _checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None, name: str) -> Iterator[Finding]:
@@ -234,6 +247,23 @@ def _drives(places: dict[str, Path]) -> Iterator[Finding]:
         yield Finding(f"drive {name}", "note" if why else "ok", "; ".join([", ".join(facts), *why]))
     for names in same_device(identities):
         yield Finding("drives", "note", f"{' and '.join(names)} are one device, and give no more than one")
+
+
+def _converted(checkpoint: Checkpoint, layout: Layout, trunk: Precision) -> Iterator[Finding]:
+    """Every converted trunk, whether it is asked for or not; one that is and is refused ends the run."""
+    for name, path in layout.directories:
+        about, file = f"drive {name}", path / FILE_NAME
+        if not os.path.lexists(file):
+            continue
+        try:
+            ConvertedTrunk.open(file, checkpoint)
+        except CheckpointError as error:
+            yield Finding(about, "problem" if trunk == "int8" else "note", str(error))
+        except StorageError as error:
+            yield Finding(about, "note", str(error))
+        else:
+            read = "is read" if trunk == "int8" else "only --trunk int8 would read"
+            yield Finding(about, "ok", f"its trunk in int8 is this model's, and {read}")
 
 
 def _reads(drives: Drives | None, checks: ReadChecks) -> Iterator[Finding]:

@@ -134,8 +134,11 @@ class Drives:
         for name, path in layout.directories:
             try:
                 holder, converted = ExpertFiles(name, path, self._checkpoint), None
-                if trunk == "int8" and os.path.lexists(path / FILE_NAME):
+                there = os.path.lexists(path / FILE_NAME)
+                if there and trunk == "int8":
                     converted = self._open_converted(name, path / FILE_NAME)
+                elif there and not holder.here.any():
+                    holder.notes.append(f"drive {name}: {FILE_NAME} there is what --trunk int8 would read")
                 if holder.here.any() or converted is not None:
                     self._open(holder, path, None if converted is None else "int8")
                 if holder.here.any() or converted is None:
