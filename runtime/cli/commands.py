@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 import typer
 
 import runtime
-from runtime.cli.options import Drive, Effort, EngineOptions, Memory, Model, SimulatedDrive, Stats, Trunk, with_engine
+from runtime.cli.options import (
+    Drive,
+    Effort,
+    EngineOptions,
+    Memory,
+    Model,
+    SimulatedDrive,
+    Stats,
+    Trunk,
+    path,
+    with_engine,
+)
 from runtime.commands.arguments import parse_passes, prompt_source
 from runtime.commands.terminal import write
 from runtime.errors import UsageError
@@ -45,7 +56,9 @@ def run(
     *,
     model: Model = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue, or to answer with --chat.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="The same from a UTF-8 file, nothing trimmed.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(parser=path, help="The same from a UTF-8 file, nothing trimmed.")
+    ] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="The same as token ids.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a message.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
@@ -134,7 +147,7 @@ def verify(
     model: Model = None,
     drive: Drive = None,
     build: Annotated[bool, typer.Option("--build", help="Make the manifest anew: what is there is right.")] = False,
-    manifest: Annotated[Path | None, typer.Option(help="Compare with this one, and keep it.")] = None,
+    manifest: Annotated[Path | None, typer.Option(parser=path, help="Compare with this one, and keep it.")] = None,
 ) -> None:
     """Read every copy of every expert and compare it with the manifest, which is made where there is none.
 
@@ -148,14 +161,16 @@ def verify(
 
 @app.command()
 def replicate(
-    to: Annotated[Path, typer.Option(metavar="DIR", help="Where the copies go: a directory on another drive.")],
+    to: Annotated[
+        Path, typer.Option(parser=path, metavar="DIR", help="Where the copies go: a directory on another drive.")
+    ],
     budget: Annotated[str, typer.Option(metavar="SIZE|all", help="What it may hold of them, such as 500G.")],
     model: Model = None,
     source: Annotated[
         list[str] | None, typer.Option("--from", metavar="NAME=PATH", help="Read from here, too. Repeat.")
     ] = None,
     usage: Annotated[
-        Path | None, typer.Option(help="How often experts are used: layer,expert,count or routes in .npy.")
+        Path | None, typer.Option(parser=path, help="How often experts are used: layer,expert,count or routes in .npy.")
     ] = None,
     floor: Annotated[str, typer.Option(metavar="SIZE", help="What is to stay free on that drive.")] = "20G",
     allow_same_device: Annotated[bool, typer.Option("--allow-same-device", help="Although no read is faster.")] = False,
@@ -178,7 +193,9 @@ def replicate(
 @app.command()
 def convert(
     trunk: Annotated[Literal["int8"], typer.Option(help="What it becomes, which is not weight-exact.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where it goes: a directory, on any drive but in no model.")],
+    out: Annotated[
+        Path, typer.Option(parser=path, metavar="DIR", help="Where it goes: a directory, on any drive but in no model.")
+    ],
     model: Model = None,
 ) -> None:
     """Write the trunk in int8 once, so that runs with --trunk int8 and --drive NAME=DIR read half the bytes.
@@ -213,7 +230,8 @@ def serve(
         str | None, typer.Option(metavar="SIZE|off", help="Memory for earlier conversations. [default: two of them]")
     ] = None,
     snapshots_dir: Annotated[
-        Path | None, typer.Option(help="Where they go that memory lets go, and at the end. [default: nowhere]")
+        Path | None,
+        typer.Option(parser=path, help="Where they go that memory lets go, and at the end. [default: nowhere]"),
     ] = None,
     snapshots_disk: Annotated[str, typer.Option(metavar="SIZE", help="At most, in that directory.")] = "20G",
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line per request, without its text.")] = False,
@@ -240,7 +258,7 @@ def serve(
 @app.command()
 def synth(
     shape: Annotated[Literal["tiny", "ladder", "slice", "k3"], typer.Option(help="Which dimensions.")],
-    out: Annotated[Path, typer.Option(help="New or empty directory.")],
+    out: Annotated[Path, typer.Option(parser=path, help="New or empty directory.")],
     layers: Annotated[int | None, typer.Option(help="Instead of the shape's own.")] = None,
     experts: Annotated[int | None, typer.Option(help="Per layer, instead of the shape's own.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts per token, instead of the shape's own.")] = None,
@@ -259,7 +277,9 @@ def synth(
 
 @drives_app.command("map")
 def drives_map(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory, to hold the drives against.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(parser=path, help="Checkpoint directory, to hold the drives against.")
+    ] = None,
     drive: Drive = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
@@ -299,9 +319,9 @@ def drives_probe(
 @app.command()
 def forecast(
     k3: Annotated[bool, typer.Option("--k3", help="Kimi K3's dimensions.")] = False,
-    config: Annotated[Path | None, typer.Option(help="The dimensions in this config.json.")] = None,
+    config: Annotated[Path | None, typer.Option(parser=path, help="The dimensions in this config.json.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory, looked through; it is the drive model.")
+        Path | None, typer.Option(parser=path, help="Checkpoint directory, looked through; it is the drive model.")
     ] = None,
     drive: Annotated[
         list[str] | None,
@@ -322,7 +342,10 @@ def forecast(
         ),
     ] = None,
     routes: Annotated[
-        Path | None, typer.Option(metavar="FILE.npy", help="Recorded routes. [default: drawn to be like recorded ones]")
+        Path | None,
+        typer.Option(
+            parser=path, metavar="FILE.npy", help="Recorded routes. [default: drawn to be like recorded ones]"
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to simulate.")] = 8,
     fixed_s: Annotated[float, typer.Option(help="Seconds a token beside the reads.")] = 0.0,
@@ -348,7 +371,9 @@ def forecast(
 
 @drives_app.command("monitor")
 def drives_monitor(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory; it is the drive model.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(parser=path, help="Checkpoint directory; it is the drive model.")
+    ] = None,
     drive: Drive = None,
     interval: Annotated[str, typer.Option(metavar="TIME", help="Between two samples, 1ms to 1s.")] = "10ms",
     seconds: Annotated[float | None, typer.Option(help="Watch for so long. [default: until ^C]")] = None,

@@ -16,7 +16,17 @@ from runtime.units import parse_size, size_or_off
 if TYPE_CHECKING:
     from runtime.commands.loading import Loading
 
-Model = Annotated[Path | None, typer.Option(help="Checkpoint directory. [default: the embedded small model]")]
+
+def path(text: str) -> Path:
+    """For options that name what is read, or a directory: an empty name would be this directory's."""
+    if not text:
+        raise typer.BadParameter("the name is empty: name a directory or a file")
+    return Path(text)
+
+
+Model = Annotated[
+    Path | None, typer.Option(parser=path, help="Checkpoint directory. [default: the embedded small model]")
+]
 Effort = Literal["low", "high", "max"]
 Drive = Annotated[
     list[str] | None,
