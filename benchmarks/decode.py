@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from benchmarks.arms import Arm, Record, spread
 from benchmarks.records import parser, pm
 from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants, versus
+from runtime.cli.ending import end
 from runtime.errors import UsageError
 
 PROMPT = "The capital of France is"
@@ -64,4 +65,4 @@ def _show(asked: argparse.Namespace, record: Record, names: Sequence[str]) -> Sh
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks import kernels
 from benchmarks.records import failed, parser, paths, portable, save, session, tell
 from benchmarks.speed import pytest_benchmark
+from runtime.cli.ending import end
 from runtime.errors import ExpertstreamError
 
 SMOKE = ("--rows", "1", "--only", "KDA")
@@ -45,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

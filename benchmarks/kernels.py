@@ -14,7 +14,6 @@ other processes had the processors: where it differs much from the other, the ma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,13 +26,14 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from benchmarks.records import keep
 from benchmarks.roofs import Lap, Roofs, lap, machine
 from runtime.checkpoint.int8 import Int8Matrix
 from runtime.checkpoint.mxfp4 import PackedExpert
+from runtime.cli.ending import end
 from runtime.commands.arguments import output_file
 from runtime.config import MXFP4_GROUP
 from runtime.errors import UsageError
-from runtime.home import write_whole
 from runtime.ops.cpu import CpuOps
 from runtime.setup.shapes import RELEASED, RELEASED_KDA
 
@@ -345,10 +345,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--only {asked.only!r}: there is no such kernel")
     results = measure(roofs, chosen, asked.repeats)
     found = record(results, roofs, before)
+    print(about(found), table(results), sep="\n\n", flush=True)
     if file:
-        write_whole(file, (json.dumps(found, indent=1) + "\n").encode())
-    print(about(found), table(results), sep="\n\n")
+        keep(file, found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end(main))

@@ -43,6 +43,7 @@ from benchmarks.records import (
 from benchmarks.reports import ladder_report
 from benchmarks.stages import KINDS, LIMITS, Stage, call, set_up
 from benchmarks.verdict import compare_arms
+from runtime.cli.ending import end
 from runtime.drives.plan import fluid_bound
 from runtime.drives.report import Analysis, report
 from runtime.drives.trace import load as load_trace
@@ -296,4 +297,4 @@ def finish(out: Path, record: Record) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

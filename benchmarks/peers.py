@@ -25,6 +25,7 @@ from benchmarks.records import parser, pm
 from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants
 from benchmarks.ttft import prompt_ids
 from benchmarks.verdict import compare_arms
+from runtime.cli.ending import end
 from runtime.errors import UsageError
 from runtime.generate import embedded_model
 from runtime.units import size
@@ -87,15 +88,25 @@ def _mlx_lm(model: Path, ids: str, max_new: int, ours: Arm) -> tuple[list[Arm], 
 
 def engine(text: str, model: Path, ids: str, max_new: int, ours: Arm) -> Arm:
     """From NAME=COMMAND. Raises UsageError."""
-    name, _, command = text.partition("=")
+    name, words = named_command(text)
     values = {"model": str(model), "ids": ids, "max_new": str(max_new), "prompt": _prompt(model, ids)}
     try:
-        words = tuple(word.format(**values) for word in shlex.split(command))
+        command = tuple(word.format(**values) for word in words)
     except (KeyError, IndexError, ValueError) as error:
         raise UsageError(f"--engine {text!r}: {error!r}: in a command are {{{'}, {'.join(values)}}}") from None
+    return Arm(name, partners=name, exact=False, command=command, cold=ours.cold, files=ours.files)
+
+
+def named_command(text: str) -> tuple[str, list[str]]:
+    """Name and words of NAME=COMMAND. Raises UsageError."""
+    name, _, command = text.partition("=")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--engine {text!r}: {error}: close what is open") from None
     if not name.strip() or not words:
         raise UsageError(f"--engine {text!r}: write NAME=COMMAND")
-    return Arm(name.strip(), partners=name.strip(), exact=False, command=words, cold=ours.cold, files=ours.files)
+    return name.strip(), words
 
 
 def _prompt(model: Path, ids: str) -> str:
@@ -114,4 +125,4 @@ def _agrees(record: Record, name: str) -> bool | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arms, surroundings
-from runtime.errors import ExpertstreamError, UsageError
+from runtime.errors import ExpertstreamError, NotKept, UsageError
 from runtime.home import write_whole
 
 SCHEMA = "expertstream.bench/1"
@@ -55,10 +55,19 @@ def parser(name: str, text: str | None, rounds: int) -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="DIR", help="checkpoint directory")
     add("--rounds", type=_count, default=None, help=f"how often every arm runs [{rounds}, with --smoke 1]")
     add("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go [{OUT}]")
-    add("--work", type=Path, metavar="DIR", help="where temporary files go [the system's place]")
+    add("--work", type=directory, metavar="DIR", help="where temporary files go [the system's place]")
     add("--smoke", action="store_true", help="something small, to see that it works: its numbers mean nothing")
     options.set_defaults(usual_rounds=rounds)
     return options
+
+
+def directory(text: str) -> Path:
+    """One that is there, named."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: name a directory")
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such directory: name another")
+    return Path(text)
 
 
 def _count(text: str) -> int:
@@ -146,6 +155,14 @@ def save(folder: Path, record: Record) -> Path:
     text = json.dumps(head, indent=1)[:-2] + f',\n "arms": [\n{lines}\n ]\n}}\n'
     write_whole(path, text.encode())
     return path
+
+
+def keep(file: Path, record: Record) -> None:
+    """Write what --json asks for; the table is printed before. Raises NotKept."""
+    try:
+        write_whole(file, (json.dumps(record, indent=1) + "\n").encode())
+    except OSError as error:
+        raise NotKept(f"--json {file} could not be written: {error.strerror or error}") from None
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

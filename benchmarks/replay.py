@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.checkpoint import Checkpoint, PackedExpert
+from runtime.cli.ending import end
 from runtime.commands.drives import parse_drives
 from runtime.drives.crew import ReadRecord
 from runtime.drives.device import Device, DeviceError
@@ -323,7 +324,7 @@ def tell(record: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0, or the exit status of what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument("--drive", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--simulate-drive", action="append", default=[], metavar="NAME=400MB/s")
@@ -347,4 +348,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

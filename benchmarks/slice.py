@@ -25,13 +25,14 @@ from typing import Any
 
 from benchmarks.arms import Arm, Place, Record, brief, judge, run_arm
 from benchmarks.bounds import Kernels, Rates, Work
-from benchmarks.peers import engine
+from benchmarks.peers import engine, named_command
 from benchmarks.records import failed, parser, session, tell
 from benchmarks.replay import Replay, Routes
 from benchmarks.speed import Shown, add_run_options, describe, finish, make_arm, place, variants
 from benchmarks.stages import synthetic
 from benchmarks.ttft import prompt_ids
 from runtime.checkpoint import Checkpoint
+from runtime.cli.ending import end
 from runtime.commands.drives import parse_drives
 from runtime.drives.probe import DEPTHS
 from runtime.errors import ExpertstreamError, UsageError
@@ -164,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.tokens < 2 or asked.threads < 1:
             raise UsageError("--tokens is 2 at least, --threads 1")
         sizes = [parse_size(getattr(asked, name), f"--{name}") for name in ("memory", "small_memory")]
+        for text in asked.engine:
+            named_command(text)
         record = session(asked, "slice", "whole runs at the released dimensions, beside what the machine could do")
         with ExitStack() as stack:
             if asked.model is None:
@@ -381,4 +384,4 @@ def _over(theirs: float) -> Ratio:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

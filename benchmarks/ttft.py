@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.arms import Arm, Record, spread
 from benchmarks.records import parser, pm
 from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants, versus
+from runtime.cli.ending import end
 from runtime.config import ModelConfig
 from runtime.errors import UsageError
 from runtime.generate import embedded_model
@@ -109,4 +110,4 @@ def _reads(result: Record) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

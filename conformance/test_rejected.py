@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.rejected.dispatch import EqualStripes
 from benchmarks.rejected.guesses import waited_s
 from benchmarks.rejected.sums import ORDERS, in_order_of_arrival
 from benchmarks.rejected.trial import EXPERT_BYTES, LAYERS, TOP_K, Outcome, Trial, machine, token_s
+from runtime.cli.ending import end
 from runtime.drives import real
 from runtime.drives.jobs import MIB, Job, Priority
 from runtime.drives.plan import fluid_bound
@@ -150,6 +152,7 @@ def test_it_says_what_it_found(
         ["--routes", "none.npy"],
         ["--routes", "one.npy"],
         ["--work", "none"],
+        ["--work", ""],
         ["--json", "none/there.json"],
     ],
 )
@@ -159,5 +162,40 @@ def test_mistakes_end_before_anything_is_measured(
     monkeypatch.chdir(tmp_path)
     np.save("one.npy", np.tile(np.arange(TOP_K), (1, len(LAYERS), 1)))
     monkeypatch.setattr(rejected, "measure", None)
-    assert rejected.main(words) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert end(lambda: rejected.main(words)) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_table_is_printed_though_the_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("benchmarks.records.write_whole", full)
+    monkeypatch.setattr(rejected, "measure", lambda names, trial: [{"name": "this-one", "refused": "why"}])
+    assert end(lambda: rejected.main(["--json", str(tmp_path / "found.json")])) == 4
+    said = capsys.readouterr()
+    assert "this-one" in said.out
+    assert said.err == f"error: --json {tmp_path / 'found.json'} could not be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (BrokenPipeError(), 141, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "error: cannot write to standard output: No space"),
+    ],
+    ids=["pipe", "disk"],
+)
+def test_a_table_that_cannot_be_printed_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, status: int, said: str
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(rejected, "measure", lambda names, trial: [])
+    monkeypatch.setattr("builtins.print", refuse)
+    monkeypatch.setattr("runtime.cli.ending.abandon", lambda stream: None)
+    assert end(lambda: rejected.main([])) == status
+    assert capsys.readouterr().err.startswith(said)

@@ -153,3 +153,12 @@ def test_a_mistake_is_one_line(
     assert said in err
     assert err.count("\n") == 1
     assert not out
+
+
+@pytest.mark.parametrize("text", ["x", "=command", "x='open"])
+def test_an_engine_is_refused_before_a_checkpoint_is_made(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.slice.synthetic", None)
+    assert main(["--smoke", "--engine", text]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --engine {text!r}: ")

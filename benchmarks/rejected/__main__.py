@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,13 +17,13 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks import arms, surroundings
-from benchmarks.records import Record, failed
+from benchmarks.records import Record, directory, failed, keep
 from benchmarks.rejected import caches, dispatch, guesses, reading, sums, tiles
 from benchmarks.rejected.trial import MACHINE, PROMPT, TOKENS, Outcome, Trial
+from runtime.cli.ending import end
 from runtime.commands.arguments import output_file
 from runtime.commands.terminal import progress
 from runtime.errors import ExpertstreamError, UsageError
-from runtime.home import write_whole
 
 SCHEMA = "expertstream.rejected/1"
 
@@ -90,21 +89,21 @@ def about(record: Record) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 0, or the exit status of what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rejected", description=(__doc__ or "").splitlines()[0])
+    """The command line; 0, or the exit status of what is wrong. Raises NotKept, after the table is printed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rejected", description=(__doc__ or "").partition("\n")[0]
+    )
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(IDEAS)}")
     add("--routes", type=Path, metavar="FILE.npy", help="recorded routes of Kimi K3; default: drawn ones")
-    add("--work", type=Path, metavar="DIR", help="where a file to read is made; default: the system's place")
+    add("--work", type=directory, metavar="DIR", help="where a file to read is made; default: the system's place")
     add("--json", type=Path, metavar="FILE", help="write it there, too")
     asked = parser.parse_args(argv)
     trial = Trial(asked.routes, asked.work)
     try:
         file = asked.json and output_file(asked.json, "--json", {})
         if unknown := [name for name in asked.names if name not in IDEAS]:
-            raise UsageError(f"{unknown[0]!r} is none of {', '.join(IDEAS)}")
-        if asked.work is not None and not asked.work.is_dir():
-            raise UsageError(f"--work {asked.work}: there is no such directory")
+            raise UsageError(f"{unknown[0]!r} is no idea of the catalogue: name some of {', '.join(IDEAS)}, or none")
         trial.routes  # noqa: B018  a file that holds none ends it here
         record = {
             "schema": SCHEMA,
@@ -114,13 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "routes": asked.routes and str(asked.routes),
             "ideas": measure(asked.names or list(IDEAS), trial),
         }
-        if file:
-            write_whole(file, (json.dumps(record, indent=1) + "\n").encode())
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
-    print(about(record), table(record["ideas"]), sep="\n\n")
+    print(about(record), table(record["ideas"]), sep="\n\n", flush=True)
+    if file:
+        keep(file, record)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main))

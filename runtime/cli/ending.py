@@ -1,4 +1,4 @@
-"""`main`: one command line run, and every way in which it can end as an exit status and one line.
+"""`main`: one command line run, and `end`: every way in which it can end as an exit status and one line.
 
 Exit status: 0 done, 2 usage, 3 bad checkpoint, 4 storage failed (also: the output cannot be written), 5 does not
 fit, 130 interrupted, 141 nobody read the output, 143 terminated.
@@ -10,7 +10,7 @@ import errno
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -33,11 +33,26 @@ THREADLESS = "can't start new thread"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name); its exit status. A bug is the only traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    schema = _schema(arguments)
+
+    def command() -> int | None:
+        check_unicode(arguments)
+        try:
+            status: int | None = app(arguments, standalone_mode=False)
+        except SystemExit:  # the parser turns a pipe that broke into it
+            raise BrokenPipeError from None
+        return status
+
+    return end(command, _schema(arguments))
+
+
+def end(command: Callable[[], int | None], schema: str | None = None) -> int:
+    """Call it, and make of what it raises an exit status and one line; with a schema, a record of the failure too."""
     prepare()
     try:
-        check_unicode(arguments)
-        status = app(arguments, standalone_mode=False)
+        try:
+            status = command()
+        except SystemExit as error:  # argparse has said why
+            status = error.code if isinstance(error.code, int) else 0
         sys.stdout.flush()
         return int(status or 0)
     except NotKept as error:
@@ -45,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ExpertstreamError as error:
         return _fail(error.code, str(error.args[0]), error.exit_code, schema, error.details)
     except ParserError as error:
-        message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        message = " ".join(error.format_message().replace("Value error, ", "").split())  # type: ignore[attr-defined]
         return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
     except MemoryError:
         return _refused(schema)
@@ -53,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if str(error) != THREADLESS:
             raise
         return _refused(schema, "a thread, or the memory for one")
-    except (BrokenPipeError, SystemExit):  # the parser turns the first into the second
+    except BrokenPipeError:
         abandon(sys.stdout)
         return 141
     except OSError as error:
