@@ -120,7 +120,7 @@ def parse_figured(text: str, uplinks: Uplinks, option: str, *, held: bool = True
     name, _, rest = (part.strip() for part in text.partition("="))
     try:
         if not is_name(name):
-            raise UsageError(f"{name[:40]!r} is no name of letters, digits, '.', '_' and '-'")
+            raise UsageError(f"{name[:40]!r} is no name of ASCII letters, digits, '.', '_' and '-'")
         rate, options = parse_figures(rest, ABILITIES + HOLDINGS * held)
         if len(options.keys() & set(HOLDINGS)) > 1:
             raise UsageError("share and holds both say what it holds")

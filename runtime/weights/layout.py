@@ -57,7 +57,7 @@ class Layout:
         names = [MODEL, *(name for name, _ in self.directories), *(limit.name for limit in self.limits)]
         for name in names:
             if not is_name(name):
-                raise UsageError(f"the drive name {name!r} has other signs than letters, digits, '.', '_' and '-'")
+                raise UsageError(f"the drive name {name!r} has others than ASCII letters, digits, '.', '_' and '-'")
             if names.count(name) > 1:
                 taken = "the model directory's" if name == MODEL else "given twice"
                 raise UsageError(f"the drive name {name!r} is {taken}: give every drive a name of its own")
