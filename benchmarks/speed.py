@@ -168,10 +168,12 @@ def pytest_benchmark(saved: Path, target: Path) -> str:
     """Have it recorded; what to say of that. Arms that are all void leave nothing to record."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     options = [f"--benchmark-json={target.resolve()}", "--benchmark-columns=median,min,max,rounds"]
+    # pytest-benchmark records nothing in one of several processes that run tests, and would take itself for one
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     done = subprocess.run(
         [*command, *options, str(ROOT / "benchmarks" / "recorded.py")],
         cwd=ROOT,
-        env=os.environ | {"EXPERTSTREAM_BENCH": str(saved.resolve())},
+        env=own | {"EXPERTSTREAM_BENCH": str(saved.resolve())},
         capture_output=True,
         text=True,
     )

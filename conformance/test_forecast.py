@@ -351,7 +351,7 @@ def test_every_key_of_the_record_is_documented(cli: Command, small: Path) -> Non
         (["--k3"], "0 drives were given"),
         (["--k3", "--drive", "a=0GB/s"], "the rate must be from"),
         (["--k3", "--drive", "a=fast"], "'fast' is no rate"),
-        (["--k3", "--drive", "=1GB/s"], "no name of letters"),
+        (["--k3", "--drive", "=1GB/s"], "no name of ASCII letters"),
         (["--k3", "--drive", "a=1GB/s,latency=2"], "'2' is no latency"),
         (["--k3", "--drive", "a=1GB/s,depth=0"], "depth '0' is no integer from 1 to 64"),
         (["--k3", "--drive", "a=1GB/s,share=1.5"], "share '1.5' is neither"),

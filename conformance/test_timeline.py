@@ -125,7 +125,7 @@ def test_nothing_is_computed_before_it_is_there_and_reads_begin_when_the_route_i
                 assert routed.ended <= read.queued
                 assert read.landed <= computed[read.expert].began
             asked_at_once = sum(r.queued <= shared.began for r in here)
-            assert asked_at_once == min(len(computed), engine.config.num_experts_per_token)
+            assert asked_at_once == min(len(computed), engine.plan["expert_cache"] // engine.drives.unit_bytes)
 
 
 def test_a_pass_that_is_stopped_ends_and_the_next_is_whole(timed: tuple[Engine, Timeline]) -> None:
