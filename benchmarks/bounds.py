@@ -78,11 +78,17 @@ class Work:
         """A short prompt: its experts are read, then; and what comes before each routing is computed, one by one."""
         return nbytes / ceiling + self._before_routing_s(rows, kernels)
 
+    def overlapped_prefill_s(self, rows: int, nbytes: float, ceiling: float, kernels: Kernels) -> float:
+        """The same where arithmetic beside the reads takes longer than they do, as on few processors."""
+        return self._before_routing_s(rows, kernels) + max(nbytes / ceiling, self._beside_reads_s(rows, kernels))
+
     def long_prefill_s(self, rows: int, nbytes: float, ceiling: float, kernels: Kernels) -> float:
         """A long prompt: reads and arithmetic at once, whichever takes longer."""
-        beside = 2 * rows * self.beside / kernels.matrix
+        return max(nbytes / ceiling, self._before_routing_s(rows, kernels) + self._beside_reads_s(rows, kernels))
+
+    def _beside_reads_s(self, rows: int, kernels: Kernels) -> float:
         experts = 2 * rows * self.chosen * self.moe_layers * self.expert_elements / kernels.expert
-        return max(nbytes / ceiling, self._before_routing_s(rows, kernels) + beside + experts)
+        return 2 * rows * self.beside / kernels.matrix + experts
 
     def _before_routing_s(self, rows: int, kernels: Kernels) -> float:
         return 2 * (rows * self.serial + self.last) / kernels.matrix + rows * self.kda_layers * kernels.kda_row_s

@@ -53,6 +53,9 @@ def test_bounds_are_bytes_over_ceilings_and_operations_over_rates() -> None:
     assert math.isclose(work().decode_s(6e9, ceiling=3e9, roof=10e9), 2.0 + 2e9 / 6.5e9)
     before = 2 * (64 * 0.9e9 + 0.1e9) / 2e9 + 64 * 2 * 0.01
     assert math.isclose(work().prefill_s(64, 6e9, 3e9, KERNELS), 2.0 + before)
+    beside = 2 * 64 * 0.05e9 / 2e9 + 2 * 64 * 4 * 3 * 1000 / 1e9
+    assert math.isclose(work().overlapped_prefill_s(64, 6e9, 3e9, KERNELS), max(2.0, beside) + before)
+    assert math.isclose(work().overlapped_prefill_s(64, 0, 3e9, KERNELS), beside + before)
     computed = 2 * (8 * 0.9e9 + 0.1e9) / 2e9 + 8 * 2 * 0.01 + 2 * 8 * 0.05e9 / 2e9 + 2 * 8 * 4 * 3 * 1000 / 1e9
     assert math.isclose(work().long_prefill_s(8, 6e9, 3e9, KERNELS), computed)
     assert work().long_prefill_s(8, 600e9, 3e9, KERNELS) == 200.0
@@ -120,6 +123,9 @@ def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
     assert values["token, trunk streamed"] == [pytest.approx(2.0 / (185 / 200))]
     assert values["the same, trunk"] == [pytest.approx(2.0 / (185 / 100))]
     assert values["prompt of 64"] == [pytest.approx(8.0 / work().prefill_s(64, 3000, 200.0, KERNELS))]
+    assert values["the same, prompt of 64"] == [
+        pytest.approx(8.0 / work().overlapped_prefill_s(64, 3000, 200.0, KERNELS))
+    ]
     assert values["prompt of 512"] == [pytest.approx(8.0 / work().long_prefill_s(512, 3000, 200.0, KERNELS))]
     assert values["peak memory"] == [0.99] * 4
     assert [row[0] for row in rows] == [*(figure.name for figure in FIGURES), "peak memory"]
