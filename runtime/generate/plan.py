@@ -36,7 +36,7 @@ MARGIN = 350_000_000
 LONGEST_CHUNK, SHORTEST_CHUNK = 8192, 64
 """Prompt tokens computed together when nothing is asked for: as many as a quarter of what is left has room for."""
 
-STAGED_TOKENS = 4
+STAGED_TOKENS = 2
 """Of a prompt, tokens whose experts may lie there, read and not yet computed with, where none is kept: about as many as
 can be read while the shared experts of a chunk are computed."""
 
