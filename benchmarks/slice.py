@@ -111,6 +111,14 @@ def _streamed_trunk(ceiling: Ceiling) -> Ratio:
     return ratio
 
 
+def _prefill(rows: int, bound: Callable[[Work, int, float, float, Kernels], float]) -> Ratio:
+    def ratio(at: Round, work: Work) -> float:
+        seconds: float = at.run["timing"]["prefill_s"]
+        return seconds / bound(work, rows, at.prompt_bytes, at.ceiling, at.kernels)
+
+    return ratio
+
+
 IDLE, BUSY = attrgetter("ceiling"), attrgetter("busy")
 
 FIGURES = (
@@ -129,27 +137,21 @@ FIGURES = (
     Figure(
         f"prompt of {PROMPT}",
         NO_CACHE,
-        lambda at, work: (
-            at.run["timing"]["prefill_s"] / work.prefill_s(PROMPT, at.prompt_bytes, at.ceiling, at.kernels)
-        ),
+        _prefill(PROMPT, Work.prefill_s),
         "≤ 1.12",
         "its experts at the ceiling, then the serial trunk at the rate of the kernels",
     ),
     Figure(
         f"the same, prompt of {PROMPT}",
         NO_CACHE,
-        lambda at, work: (
-            at.run["timing"]["prefill_s"] / work.overlapped_prefill_s(PROMPT, at.prompt_bytes, at.ceiling, at.kernels)
-        ),
+        _prefill(PROMPT, Work.overlapped_prefill_s),
         "≤ 1.12",
         "its experts at the ceiling or their arithmetic, whichever takes longer, then the serial trunk",
     ),
     Figure(
         f"prompt of {LONG_PROMPT}",
         LONG,
-        lambda at, work: (
-            at.run["timing"]["prefill_s"] / work.long_prefill_s(LONG_PROMPT, at.prompt_bytes, at.ceiling, at.kernels)
-        ),
+        _prefill(LONG_PROMPT, Work.long_prefill_s),
         "≤ 1.25",
         "its experts at the ceiling, or all arithmetic at the rate of the kernels",
     ),

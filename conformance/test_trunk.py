@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from commandline import Command, on
 from trajectory import same_weight
-from trouble import HANGS_S, Doings, Read, Turns, lost, trouble
+from trouble import HANGS_S, Doings, Read, lost, lost_on_the_way, trouble
 
 from runtime import ops
 from runtime.checkpoint import Checkpoint
@@ -367,12 +367,7 @@ def doings() -> Iterator[Doings]:
 
 def test_a_drive_lost_while_the_trunk_is_streamed(path: Path, whole: Any, doings: Doings) -> None:
     with loaded(path, 0.0, 2) as engine:
-        steps = []
-        for step in engine.session().generate(PROMPT, NEW, logits_hash=True):
-            steps.append((step.token_id, step.logits_sha256))
-            if len(steps) == 1:
-                Turns(doings, "s1", "s0", lost)
-        assert steps == whole["cpu", "bf16"]
+        assert lost_on_the_way(engine, PROMPT, NEW, doings) == whole["cpu", "bf16"]
         assert engine.drives is not None
         counts, _, _ = engine.drives.counts()
         assert counts["s1"].errors > counts["s0"].errors == 0

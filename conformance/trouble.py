@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import pytest
 from runtime.drives.device import DeviceError
 from runtime.drives.jobs import Fault
 from runtime.drives.real import RealDevice
+from runtime.generate import Engine
 from runtime.weights import layout as arrangement
 
 Read = Callable[[], int]
@@ -154,3 +155,13 @@ class Turns:
         self._asked.wait(RELUCTANT_S)
         time.sleep(self._pause_s)
         return read()
+
+
+def lost_on_the_way(engine: Engine, prompt: Sequence[int], new: int, doings: Doings) -> list[tuple[int, str | None]]:
+    """An answer, id and digest of each step; behind the first step the drive `s1` is lost, beside `s0`."""
+    steps: list[tuple[int, str | None]] = []
+    for step in engine.session().generate(prompt, new, logits_hash=True):
+        steps.append((step.token_id, step.logits_sha256))
+        if len(steps) == 1:
+            Turns(doings, "s1", "s0", lost)
+    return steps
