@@ -11,6 +11,7 @@ An arm that is not what it should be is void, not slow: its numbers count nowher
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,7 +34,9 @@ from typing import Any
 
 import psutil
 
+from runtime.drives.buffers import address, fresh
 from runtime.drives.trace import load as load_trace
+from runtime.generate.limits import memory_limit
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SCHEMA = "expertstream.run/1"
@@ -57,7 +61,8 @@ class Arm:
     modes: how each drive must have been read, such as `direct`; files: what is dropped from the page cache first when
     `cold`; prefix: a command that starts the process, as one that puts it under a limit; command: another engine's,
     instead of ours; partners: arms of one name here must generate the same tokens, and the same logits where `exact`;
-    faults: failed and late reads are what it is about; shared: its drives are limits over a disk that others may use.
+    faults: failed and late reads are what it is about; shared: its drives are limits over a disk that others may use;
+    memory: bytes that are touched before it, so that all arms find theirs alike.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Arm:
     command: tuple[str, ...] = ()
     checkout: Path = ROOT
     limit_s: float = 3600.0
+    memory: int = 0
 
     def line(self, trace: Path | None) -> list[str]:
         """The command line."""
@@ -124,6 +130,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             shutil.copytree(place.home, home)
         trace = Path(folder) / "trace.csv.gz" if arm.trace else None
         cold = drop(arm.files) if arm.cold else "warm: nothing was dropped"
+        memory = have(arm.memory)
         before, swap, stolen = resource.getrusage(resource.RUSAGE_CHILDREN), psutil.swap_memory(), _stolen_s()
         process = _Process(arm.line(trace), arm.checkout, os.environ | {"EXPERTSTREAM_HOME": str(home)}, arm.limit_s)
         after, swapped = resource.getrusage(resource.RUSAGE_CHILDREN), psutil.swap_memory()
@@ -133,6 +140,7 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
             "started": process.began,
             "command": process.line,
             "page_cache": cold,
+            "memory": memory,
             "home": "empty" if place.home is None else "a copy of the session's snapshot",
             "partners": arm.partners,
             "exact": arm.exact,
@@ -377,6 +385,23 @@ def drop(paths: Iterable[Path]) -> str:
                 os.close(fd)
             count += 1
     return f"cold: {count:,} files of {nbytes:,} bytes were dropped (posix_fadvise DONTNEED)"
+
+
+def have(nbytes: int) -> str:
+    """Touch so much memory, but no more than there is, and give it back; says what was done.
+
+    Some virtual machines return free memory to their host and get it again page by page: what a process pays for memory
+    then depends on how long ago another one ended.
+    """
+    nbytes = min(nbytes, memory_limit(None).nbytes)
+    if not nbytes:
+        return "as it was"
+    began, area = time.monotonic(), fresh(nbytes)
+    part = -(-nbytes // (os.cpu_count() or 1))
+    with ThreadPoolExecutor() as pool:
+        for some in [area[at : at + part] for at in range(0, nbytes, part)]:
+            pool.submit(ctypes.memset, address(some), 1, len(some))
+    return f"{nbytes:,} bytes were touched and given back, in {time.monotonic() - began:.1f} s"
 
 
 def _plain(name: str) -> str:

@@ -237,7 +237,8 @@ def _arms(asked: Any, sizes: Sequence[int]) -> tuple[list[Arm], list[Arm]]:
     ours = []
     for name, own in words.items():
         arm = make_arm(asked, name, [*own, *more], partners="long" if name == LONG else "")
-        ours.append(replace(arm, shared=arm.shared or asked.shared_disk))
+        used = sizes[1] if name == STREAMED else sizes[0]
+        ours.append(replace(arm, shared=arm.shared or asked.shared_disk, memory=0 if asked.smoke else used))
     text = ",".join(map(str, ids[:PROMPT]))
     others = []
     for template in asked.engine:

@@ -153,8 +153,9 @@ def finish(out: Path, scratch: Path, record: Record, names: Sequence[str], shown
         f"verdict  {c['candidate']} against {c['baseline']}, {c['figure']}: {c['said']}" for c in record["comparisons"]
     ]
     defined = [f"defined  {key}: {said}" for key, said in record["definitions"].items() if key in record["shown"]]
-    cache = f"         page cache: {record['arms'][0]['page_cache']}"
-    lines = ["", table(shown.head, shown.rows), "", *verdicts, *defined, cache, *voids(record)]
+    first = record["arms"][0]
+    before = [f"         {what.replace('_', ' ')}: {first[what]}" for what in ("page_cache", "memory")]
+    lines = ["", table(shown.head, shown.rows), "", *verdicts, *defined, *before, *voids(record)]
     said = "\n".join([*top_lines(record), *lines]) + "\n"
     write_whole(out / f"{name}.txt", said.encode())
     charted = charts.bars(record, out / name, names, *shown.chart)

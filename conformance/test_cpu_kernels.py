@@ -217,15 +217,17 @@ def test_linear_is_right_and_row_invariant_for_any_shape(
     assert ops.linear(x, as_float32).tobytes() == found.tobytes()
 
 
-def test_no_row_changes_where_columns_and_rows_are_taken_in_parts(ops: CpuOps) -> None:
+@pytest.mark.parametrize(("count", "columns", "n_rows"), [(61, 905, 71), (13, 40_000, 27)])
+def test_no_row_changes_where_columns_and_rows_are_taken_in_parts(
+    ops: CpuOps, count: int, columns: int, n_rows: int
+) -> None:
     """More of both than are taken at once, and some left over."""
-    count, columns, n_rows = 61, 905, 71
     x = floats(0, n_rows, columns)
     expected = x.astype(np.float64) @ widen(bf16(1, count, columns)).T
     close(ops.linear(x, ops.matrix(bf16(1, count, columns))), expected)
     for matrix in (ops.matrix(bf16(1, count, columns)), ops.int8_matrix(int8(1, count, columns))):
         found = ops.linear(x, matrix)
-        for r in (0, 63, 64, 69, 70):
+        for r in (0, 15, 16, n_rows - 8, n_rows - 7, n_rows - 2, n_rows - 1):
             assert ops.linear(x[r : r + 1], matrix).tobytes() == found[r].tobytes()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from copies import rewrite, write_experts
 from loopback import ext4_image, limited
+from trouble import Turns, trouble
 
 from runtime.drives.ledger import Health
 from runtime.generate import Engine
@@ -70,12 +71,13 @@ def test_blocks_lost_in_the_middle_of_an_answer(
 ) -> None:
     bare, mounts, images = drives
     with (
-        limited({mounts["a"]: 5_000_000}),  # so that the other one is asked
+        trouble() as doings,
         Engine.load(bare, backend="cpu", layout=Layout(tuple(mounts.items())), reuse=False) as engine,
     ):
 
         def pull() -> None:
             os.truncate(images["b"], 4096)
+            Turns(doings, "b", "a")  # b is asked first, on a machine however busy
 
         assert answer(engine, after=2, then=pull) == alone
         assert engine.drives is not None

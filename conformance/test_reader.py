@@ -48,6 +48,7 @@ from runtime.drives.outcomes import Dropped, Landed, Lost
 from runtime.drives.reader import Reader
 from runtime.drives.real import RealDevice
 from runtime.drives.throttled import Limit, ThrottledDevice
+from runtime.drives.wakeup import SLICE_NS, slice_ns
 from runtime.errors import DoesNotFitError, StorageError, memory_refused
 from runtime.weights import landing
 
@@ -907,6 +908,22 @@ def test_depth_is_reached_and_kept_and_threads_are_not_more(engine: Callable[...
     assert shelf.most == 3
     assert len(reader._crews["one"].threads) == 3
     assert reader.counts()[0]["one"].errors == 0
+
+
+def test_readers_do_not_wait_for_whoever_computes(engine: Callable[..., Reader]) -> None:
+    """They ask for short time slices, where the system has any to ask for."""
+    mine = slice_ns(threading.get_native_id())
+    if not mine:
+        pytest.skip("this system has no time slices to ask for")
+    shelf = Shelf("one", {"f": DATA})
+    reader = engine([(shelf, spec(shelf, 1e9, 3))])
+    jobs = jobs_of(DATA, 50_000, ["one"], 6)
+    reader.submit(jobs)
+    take_all(reader, jobs, at(DATA))
+    asked = {slice_ns(thread.native_id or 0) for thread in reader._crews["one"].threads}
+    assert SLICE_NS in asked
+    assert asked <= {SLICE_NS, mine}, "a thread that was not needed may not have begun"
+    assert slice_ns(threading.get_native_id()) == mine
 
 
 def test_names_and_alignments_must_agree() -> None:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from runtime.drives.buffers import aligned
 from runtime.drives.device import Device, DeviceError
 from runtime.drives.jobs import Completed, DriveChecked, DriveSpec, Failed, Fault, Kind, Slice, Span
+from runtime.drives.wakeup import answer_at_once
 
 CHECK = "check"
 """The kind under which reads are counted that only look whether a drive answers."""
@@ -196,6 +197,7 @@ class Crew:
     # --- the threads ---
 
     def _work(self) -> None:
+        answer_at_once()
         while (errand := self._errands.get()) is not None:
             report = self._look(errand.span) if errand.slice is None else self._read(errand, errand.slice)
             self._report(self, errand, report)

@@ -26,6 +26,7 @@ from runtime.drives.device import Device, DeviceError
 from runtime.drives.identity import Identity, same_device
 from runtime.drives.jobs import MIB, DriveSpec, Fault, Span
 from runtime.drives.kernel import device_bytes_read
+from runtime.drives.wakeup import answer_at_once
 from runtime.progress import Progress
 
 DEPTHS = (1, 2, 4, 8)
@@ -258,6 +259,7 @@ def measure(
     begun = 0.0
 
     def work(room: Room) -> None:
+        answer_at_once()  # as the readers of a run
         name = room.device.name
         into = aligned(room.block_bytes, room.device.alignment)
         into[:] = bytes(len(into))  # touched, so that no page fault is measured

