@@ -39,7 +39,8 @@ from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate.engine import default_threads
 from runtime.units import parse_size
 
-NO_CACHE, CACHE, STREAMED, LONG = "no cache", "cache", "streamed trunk", "long prompt"
+NO_CACHE, CACHE, STREAMED = "no cache", "cache", "streamed trunk"
+LONG, LONG_CACHE = "long prompt", "long prompt, cache"
 PROMPT, LONG_PROMPT = 64, 512
 CEILING_S, SMOKE_S = 1.0, 0.1
 """How long the drives are measured before and after an arm, and in a smoke."""
@@ -155,6 +156,13 @@ FIGURES = (
         "≤ 1.25",
         "its experts at the ceiling, or all arithmetic at the rate of the kernels",
     ),
+    Figure(
+        f"the same, prompt of {LONG_PROMPT}, cache",
+        LONG_CACHE,
+        _prefill(LONG_PROMPT, Work.long_prefill_s),
+        "≤ 1.25",
+        "the same; what is kept takes memory that the process never had before",
+    ),
 )
 
 
@@ -228,15 +236,20 @@ def _arms(asked: Any, sizes: Sequence[int]) -> tuple[list[Arm], list[Arm]]:
     memory, small = (["--memory", str(size)] for size in sizes)
     more = [*variants(asked)[""][0], "--threads", str(asked.threads), "--backend", "cpu"]
     new = ["--max-new", str(asked.tokens)]
+    long, off = (
+        [*prompts[LONG_PROMPT], "--max-new", "1", "--prefill-chunk", str(LONG_PROMPT)],
+        ["--expert-cache", "off"],
+    )
     words = {
-        NO_CACHE: [*prompts[PROMPT], *new, *memory, "--expert-cache", "off"],
+        NO_CACHE: [*prompts[PROMPT], *new, *memory, *off],
         CACHE: [*prompts[PROMPT], *new, *memory],
         STREAMED: [*prompts[PROMPT], *new, *small],
-        LONG: [*prompts[LONG_PROMPT], "--max-new", "1", *memory, "--prefill-chunk", str(LONG_PROMPT)],
+        LONG: [*long, *memory, *off],
+        LONG_CACHE: [*long, *memory],
     }
     ours = []
     for name, own in words.items():
-        arm = make_arm(asked, name, [*own, *more], partners="long" if name == LONG else "")
+        arm = make_arm(asked, name, [*own, *more], partners="long" if name in (LONG, LONG_CACHE) else "")
         used = sizes[1] if name == STREAMED else sizes[0]
         ours.append(replace(arm, shared=arm.shared or asked.shared_disk, memory=0 if asked.smoke else used))
     text = ",".join(map(str, ids[:PROMPT]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bounds import Kernels, Work
-from benchmarks.slice import CACHE, FIGURES, LONG, NO_CACHE, STREAMED, Round, main, summary, table
+from benchmarks.slice import CACHE, FIGURES, LONG, LONG_CACHE, NO_CACHE, STREAMED, Round, main, summary, table
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 
@@ -112,7 +112,7 @@ def at(arm: str, number: int = 0, **changes: Any) -> Round:
 
 
 def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
-    rounds = [at(NO_CACHE), at(CACHE), at(STREAMED), at(LONG), at(NO_CACHE, 1, void=["a reason"])]
+    rounds = [at(NO_CACHE), at(CACHE), at(STREAMED), at(LONG), at(LONG_CACHE), at(NO_CACHE, 1, void=["a reason"])]
     rows, kept = table(rounds, work(), [])
     values = {figure["figure"]: figure["values"] for figure in kept}
     bound = work().decode_s(185, 200.0, 10e9)
@@ -127,7 +127,7 @@ def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
         pytest.approx(8.0 / work().overlapped_prefill_s(64, 3000, 200.0, KERNELS))
     ]
     assert values["prompt of 512"] == [pytest.approx(8.0 / work().long_prefill_s(512, 3000, 200.0, KERNELS))]
-    assert values["peak memory"] == [0.99] * 4
+    assert values["peak memory"] == [0.99] * 5
     assert [row[0] for row in rows] == [*(figure.name for figure in FIGURES), "peak memory"]
     assert all(row[1] != "–" for row in rows)
 
