@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from commandline import readable
 from serverside import HANGS_S, ScriptedModel, Served, lend, read_to_end, served
+from trouble import by_drive
 
 from runtime.drives.throttled import Limit
 from runtime.errors import StorageError
@@ -104,7 +105,11 @@ def test_a_drive_that_sits_out_is_said(embedded_engine: Engine, monkeypatch: pyt
 
 def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:
     limits = tuple(Limit.parse(text) for text in ("a=400MB/s", "b=300MB/s"))
-    with Engine.load(tiny, backend="reference", layout=Layout(limits=limits)) as engine, served(engine) as server:
+    with (
+        by_drive(),
+        Engine.load(tiny, backend="reference", layout=Layout(limits=limits)) as engine,
+        served(engine) as server,
+    ):
         assert server.complete("Hello", max_tokens=2).status == 200
         assert engine.drives is not None
         assert engine.drives.reader is not None
