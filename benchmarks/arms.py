@@ -388,13 +388,14 @@ def drop(paths: Iterable[Path]) -> str:
 
 
 def have(nbytes: int) -> str:
-    """Touch so much memory, but no more than there is, and give it back; says what was done.
+    """Touch so much memory, but no more than is left beside what this process holds, and give it back; says what was
+    done.
 
     Some virtual machines return free memory to their host and get it again page by page: what a process pays for memory
     then depends on how long ago another one ended.
     """
-    nbytes = min(nbytes, memory_limit(None).nbytes)
-    if not nbytes:
+    nbytes = min(nbytes, memory_limit(None).nbytes - psutil.Process().memory_info().rss)
+    if nbytes <= 0:
         return "as it was"
     began, area = time.monotonic(), fresh(nbytes)
     part = -(-nbytes // (os.cpu_count() or 1))

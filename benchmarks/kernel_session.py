@@ -8,14 +8,13 @@ What is measured, and how, is `benchmarks.kernels`; its own record is the `kerne
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import kernels
-from benchmarks.records import failed, parser, paths, portable, save, session, tell
+from benchmarks.records import failed, parser, paths, portable, save, session, split, tell, written
 from benchmarks.speed import pytest_benchmark
 from runtime.cli.ending import end
 from runtime.errors import ExpertstreamError
@@ -30,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = options.parse_args(arguments)
     try:
         record = session(asked, "kernels", "kernels of the cpu backend, at the released dimensions, weights in memory")
-        own = [*(SMOKE if asked.smoke else ()), "--repeats", str(asked.rounds), *shlex.split(asked.kernel_options)]
+        own = [
+            *(SMOKE if asked.smoke else ()),
+            "--repeats",
+            str(asked.rounds),
+            *split(asked.kernel_options, "--kernel-options"),
+        ]
         with tempfile.TemporaryDirectory(prefix="expertstream-", dir=asked.work) as scratch:
             found = Path(scratch) / "kernels.json"
             kernels.main([*own, "--json", str(found)])
@@ -39,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ExpertstreamError, KeyboardInterrupt) as error:
         return failed(error)
     record["definitions"] = {"ms": "of a call, by the clock; the median of repeats is shown"}
-    saved = save(asked.out, record)
+    with written("--out", asked.out):
+        saved = save(asked.out, record)
     kept = pytest_benchmark(saved, asked.out / "kernels-pytest-benchmark.json")
     tell(f"results  {saved}{kept}")
     return 0

@@ -35,15 +35,17 @@ from benchmarks.records import (
     portable,
     save,
     session,
-    table,
+    split,
     tell,
     top_lines,
     voids,
+    written,
 )
 from benchmarks.reports import ladder_report
 from benchmarks.stages import KINDS, LIMITS, Stage, call, set_up
 from benchmarks.verdict import compare_arms
 from runtime.cli.ending import end
+from runtime.commands.tables import table
 from runtime.drives.plan import fluid_bound
 from runtime.drives.report import Analysis, report
 from runtime.drives.trace import load as load_trace
@@ -122,8 +124,9 @@ def _measure(options: argparse.Namespace, stage: Stage, scratch: Path) -> int:
     figure = "steady_tokens_per_s"
     record["comparisons"] = [compare_arms(results, *two, figure, more_is_better=True) for two in pairwise(names)]
     record = portable(record, paths(scratch))
-    _trace_reports(options.out, results)
     finish(options.out, record)
+    with written("--out", options.out):
+        _trace_reports(options.out, results)
     return exit_status(record)
 
 
@@ -146,7 +149,7 @@ def _probe(options: argparse.Namespace, stage: Stage, home: Path) -> tuple[Recor
 def _arms(options: argparse.Namespace, stage: Stage, modes: Record) -> list[Arm]:
     prompt = ["--prompt", options.prompt] if options.model else ["--prompt-ids", "1"]
     max_new = options.max_new or (17 if options.model else 4)
-    common = [*prompt, "--max-new", str(max_new), "--expert-cache", "off", *options.run_options.split()]
+    common = [*prompt, "--max-new", str(max_new), "--expert-cache", "off", *split(options.run_options, "--run-options")]
     return [
         Arm(
             name=" + ".join(rung),
@@ -287,12 +290,15 @@ def percent(part: float | None) -> str:
 
 def finish(out: Path, record: Record) -> None:
     """Write the result, its table, the report and the chart; print the table."""
-    save(out, record)
     said = text(record)
-    write_whole(out / "4drive.txt", said.encode())
-    write_whole(out / "4drive.md", ladder_report(record, said).encode())
-    charted = charts.ladder(record, out / "4drive")
-    print(said, end="")
+    try:
+        with written("--out", out):
+            save(out, record)
+            write_whole(out / "4drive.txt", said.encode())
+            write_whole(out / "4drive.md", ladder_report(record, said).encode())
+            charted = charts.ladder(record, out / "4drive")
+    finally:
+        print(said, end="")
     tell(f"results  {out / '4drive.json'}, .txt, .md{charted}")
 
 

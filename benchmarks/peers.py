@@ -13,15 +13,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import shlex
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from benchmarks.arms import Arm, Record, spread
-from benchmarks.records import parser, pm
+from benchmarks.arms import ROOT, Arm, Record, spread
+from benchmarks.records import parser, pm, split
 from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants
 from benchmarks.ttft import prompt_ids
 from benchmarks.verdict import compare_arms
@@ -94,19 +95,19 @@ def engine(text: str, model: Path, ids: str, max_new: int, ours: Arm) -> Arm:
         command = tuple(word.format(**values) for word in words)
     except (KeyError, IndexError, ValueError) as error:
         raise UsageError(f"--engine {text!r}: {error!r}: in a command are {{{'}, {'.join(values)}}}") from None
+    found = ROOT / command[0] if os.sep in command[0] else command[0]  # arms run there
+    if shutil.which(found) is None:
+        raise UsageError(f"--engine {text!r}: there is no command {command[0]}")
     return Arm(name, partners=name, exact=False, command=command, cold=ours.cold, files=ours.files)
 
 
 def named_command(text: str) -> tuple[str, list[str]]:
     """Name and words of NAME=COMMAND. Raises UsageError."""
     name, _, command = text.partition("=")
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"--engine {text!r}: {error}: close what is open") from None
-    if not name.strip() or not words:
+    found = split(command, "--engine", text)
+    if not name.strip() or not found:
         raise UsageError(f"--engine {text!r}: write NAME=COMMAND")
-    return name.strip(), words
+    return name.strip(), found
 
 
 def _prompt(model: Path, ids: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,14 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 1000:
         raise argparse.ArgumentTypeError("a number from 1 to 1000 was expected")
     return int(text)
+
+
+def split(text: str, option: str, shown: str | None = None) -> list[str]:
+    """Options or a command in one string, as a shell has them. Raises UsageError, which shows all that was given."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {shown or text!r}: {error}: close what is open") from None
 
 
 def session(options: argparse.Namespace, name: str, kind: str) -> Record:
@@ -157,20 +167,19 @@ def save(folder: Path, record: Record) -> Path:
     return path
 
 
-def keep(file: Path, record: Record) -> None:
-    """Write what --json asks for; the table is printed before. Raises NotKept."""
+@contextmanager
+def written(option: str, place: Path) -> Iterator[None]:
+    """What the block writes is what an option asks for; the table is printed all the same. Raises NotKept."""
     try:
-        write_whole(file, (json.dumps(record, indent=1) + "\n").encode())
+        yield
     except OSError as error:
-        raise NotKept(f"--json {file} could not be written: {error.strerror or error}") from None
+        raise NotKept(f"{option} {place} could not be written: {error.strerror or error}") from None
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """For people; the first column is words."""
-    from tabulate import tabulate
-
-    align = ("left", *["right"] * (len(head) - 1))
-    return str(tabulate(rows, head, tablefmt="simple", disable_numparse=True, colalign=align if rows else None))
+def keep(file: Path, record: Record) -> None:
+    """Write what --json asks for. Raises NotKept."""
+    with written("--json", file):
+        write_whole(file, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def top_lines(record: Record) -> list[str]:

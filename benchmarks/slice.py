@@ -189,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = session(asked, "slice", "whole runs at the released dimensions, beside what the machine could do")
         with ExitStack() as stack:
             if asked.model is None:
-                asked.model = synthetic(Path(stack.enter_context(TemporaryDirectory())) / "ladder", smoke=True)
+                asked.model = synthetic(
+                    Path(stack.enter_context(TemporaryDirectory(dir=asked.work))) / "ladder", smoke=True
+                )
             describe(asked, record)
             checkpoint = stack.enter_context(Checkpoint.open(asked.model, experts_elsewhere=bool(asked.drive)))
             work = Work.of(checkpoint)
@@ -211,19 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | {"read_roof_bytes_per_s": at.roof, "fresh_memory_bytes_per_s": at.fresh, **vars(at.kernels)}
         for at in rounds
     ]
-    status = finish(
-        asked.out,
-        where.scratch,
-        record,
-        [arm.name for arm in arms],
-        Shown(
-            ["figure", "reached", "least", "most", "must be", "of"],
-            rows,
-            ("steady_tokens_per_s", "tokens/s, steady", "Slice"),
-        ),
-    )
-    print("\n".join([_measured(rounds), *_where_time_went(rounds)]))
-    return status
+    head = ["figure", "reached", "least", "most", "must be", "of"]
+    shown = Shown(head, rows, ("steady_tokens_per_s", "tokens/s, steady", "Slice"))
+    try:
+        return finish(asked.out, where.scratch, record, [arm.name for arm in arms], shown)
+    finally:
+        print("\n".join([_measured(rounds), *_where_time_went(rounds)]))
 
 
 # --- arms ---
@@ -257,7 +252,8 @@ def _arms(asked: Any, sizes: Sequence[int]) -> tuple[list[Arm], list[Arm]]:
     for template in asked.engine:
         for count in (1, asked.tokens):
             arm = engine(template, asked.model, text, count, ours[0])
-            others.append(replace(arm, name=f"{arm.name}, {count} tokens", partners=f"{arm.name} {count}"))
+            name, partners = f"{arm.name}, {count} tokens", f"{arm.name} {count}"
+            others.append(replace(arm, name=name, partners=partners, memory=ours[0].memory))
     return ours, others
 
 
@@ -388,19 +384,21 @@ def _spread(values: Sequence[float]) -> list[str]:
 
 
 def _engines(rounds: Sequence[Round], asked: Any) -> list[Figure]:
-    """Our cached tokens over another engine's, whose tokens are what its longer arm takes longer."""
-    figures = []
+    """Our cached tokens over another engine's, whose tokens are what its longer arm takes longer, where neither of its
+    arms was void all the time."""
+    figures, counted = [], [at.result for at in rounds if not at.result["void"]]
     for template in asked.engine:
         name = template.partition("=")[0].strip()
-        took = {
-            count: statistics.median(
-                [at.result["elapsed_s"] for at in rounds if at.result["arm"] == f"{name}, {count} tokens"]
-            )
+        took = [
+            [result["elapsed_s"] for result in counted if result["arm"] == f"{name}, {count} tokens"]
             for count in (1, asked.tokens)
-        }
-        theirs = (took[asked.tokens] - took[1]) / (asked.tokens - 1)
+        ]
+        theirs = 0.0
+        if all(took):
+            theirs = (statistics.median(took[1]) - statistics.median(took[0])) / (asked.tokens - 1)
         ratio = _over(theirs) if theirs > 0 else (lambda at, work: None)
-        figures.append(Figure("token, cache", CACHE, ratio, "≤ 0.75", f"{name}: {theirs:.3f} s a token"))
+        said = f"{name}: {theirs:.3f} s a token" if all(took) else f"{name}: every arm is void"
+        figures.append(Figure("token, cache", CACHE, ratio, "≤ 0.75", said))
     return figures
 
 

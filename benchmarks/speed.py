@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,22 @@ from typing import Any, NamedTuple
 from benchmarks import charts, surroundings
 from benchmarks.arms import ROOT, Arm, Place, Record, interleave, run_arm
 from benchmarks.limits import ended_by_signals
-from benchmarks.records import exit_status, failed, paths, portable, save, session, table, tell, top_lines, voids
+from benchmarks.records import (
+    exit_status,
+    failed,
+    paths,
+    portable,
+    save,
+    session,
+    split,
+    tell,
+    top_lines,
+    voids,
+    written,
+)
 from benchmarks.verdict import compare_arms
 from runtime.commands.drives import parse_drives
+from runtime.commands.tables import table
 from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate import embedded_model
 from runtime.generate.embedded import NOTE
@@ -41,13 +53,13 @@ def add_run_options(options: argparse.ArgumentParser) -> None:
 
 def variants(options: argparse.Namespace) -> dict[str, tuple[tuple[str, ...], Path]]:
     """By name, the further options of `run` and the checkout; the second one, if any, is compared with the first."""
-    own = tuple(shlex.split(options.run_options))
+    own = tuple(split(options.run_options, "--run-options"))
     found = {"": (own, ROOT)}
     if options.versus is not None or options.versus_checkout is not None:
         checkout = options.versus_checkout or ROOT
         if not (checkout / "runtime").is_dir():
             raise UsageError(f"--versus-checkout {checkout}: there is no runtime/ in it")
-        found["versus "] = ((*own, *shlex.split(options.versus or "")), checkout.resolve())
+        found["versus "] = ((*own, *split(options.versus or "", "--versus")), checkout.resolve())
     return found
 
 
@@ -148,7 +160,6 @@ def finish(out: Path, scratch: Path, record: Record, names: Sequence[str], shown
     """Write and print: JSON, table, chart, and what pytest-benchmark records of it. The exit status."""
     name = record["session"]
     record = portable(record, paths(scratch))
-    saved = save(out, record)
     verdicts = [
         f"verdict  {c['candidate']} against {c['baseline']}, {c['figure']}: {c['said']}" for c in record["comparisons"]
     ]
@@ -157,10 +168,14 @@ def finish(out: Path, scratch: Path, record: Record, names: Sequence[str], shown
     before = [f"         {what.replace('_', ' ')}: {first[what]}" for what in ("page_cache", "memory")]
     lines = ["", table(shown.head, shown.rows), "", *verdicts, *defined, *before, *voids(record)]
     said = "\n".join([*top_lines(record), *lines]) + "\n"
-    write_whole(out / f"{name}.txt", said.encode())
-    charted = charts.bars(record, out / name, names, *shown.chart)
-    kept = pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
-    print(said, end="")
+    try:
+        with written("--out", out):
+            saved = save(out, record)
+            write_whole(out / f"{name}.txt", said.encode())
+            charted = charts.bars(record, out / name, names, *shown.chart)
+        kept = pytest_benchmark(saved, out / f"{name}-pytest-benchmark.json")
+    finally:
+        print(said, end="")
     tell(f"results  {saved}, .txt{charted}{kept}")
     return exit_status(record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib.util
 import json
 import os
@@ -14,19 +15,24 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 from commandline import Start, read_until
 from conftest import ROOT
 from copies import large_experts
 
-from benchmarks import charts, ladder, limits, records, speed, ttft
+from benchmarks import arms, charts, ladder, limits, records, speed, ttft
 from benchmarks.arms import Arm, Place, figures, judge, output_hash, run_arm, void_reasons
 from benchmarks.limits import Unavailable, kernel_limits, loop_drives
+from benchmarks.peers import engine
 from benchmarks.stages import Stage, set_up
 from benchmarks.verdict import compare, compare_arms
 from runtime.checkpoint import Checkpoint
-from runtime.errors import UsageError
+from runtime.errors import NotKept, UsageError
+from runtime.generate import embedded_model
+from runtime.generate.limits import Limit
 
 # --- verdicts ---
 
@@ -327,6 +333,17 @@ def test_what_is_compared_differs_in_its_further_options_alone() -> None:
     assert (arm.trace, arm.cold, arm.options) == (False, True, ("--max-new", "3"))
     with pytest.raises(UsageError, match="there is no runtime/ in it"):
         speed.variants(parser.parse_args(["--versus-checkout", "/"]))
+    for words in (["--run-options", "'open"], ["--versus", "'open"]):
+        with pytest.raises(UsageError, match=f"{words[0]} .*: close what is open"):
+            speed.variants(parser.parse_args(words))
+    with pytest.raises(UsageError, match="there is no command no-such"):
+        engine("other=no-such {ids}", embedded_model(), "1", 1, arm)
+
+
+def test_no_more_memory_is_touched_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = psutil.Process().memory_info().rss
+    monkeypatch.setattr(arms, "memory_limit", lambda asked: Limit(held // 2, "what this process has and others left"))
+    assert arms.have(1 << 40) == "as it was"
 
 
 # --- what is written ---
@@ -360,6 +377,24 @@ def test_a_result_names_no_place_of_this_machine(tmp_path: Path) -> None:
     text = json.dumps(records.portable(record, records.paths(tmp_path)))
     assert f'{{"$SCRATCH/a": ["$CHECKOUT/fixtures", "python", "{ROOT}-else", null]}}' in text
     assert not any(place in text for place in (str(tmp_path), f"{ROOT}/", sys.executable))
+
+
+def test_a_directory_that_is_full_costs_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "save", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    record = a_record(tmp_path) | {"comparisons": [], "shown": []}
+    record["arms"][0]["memory"] = "as it was"
+    with pytest.raises(NotKept, match=f"--out {tmp_path} could not be written: No space left"):
+        speed.finish(tmp_path, tmp_path, record, ["one"], speed.Shown(["arm"], [["one"]], ("elapsed_s", "s", "One")))
+    assert "void     one, round 2" in capsys.readouterr().out
+
+
+def test_interrupted_while_it_imports_a_session_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("raise KeyboardInterrupt\n")
+    line = [sys.executable, "-m", "benchmarks.decode"]
+    ended = subprocess.run(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("lost", ["schema", "arms", "versions"])

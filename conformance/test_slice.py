@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bounds import Kernels, Work
-from benchmarks.slice import CACHE, FIGURES, LONG, LONG_CACHE, NO_CACHE, STREAMED, Round, main, summary, table
+from benchmarks.slice import CACHE, FIGURES, LONG, LONG_CACHE, NO_CACHE, STREAMED, Round, _engines, main, summary, table
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 
@@ -130,6 +131,16 @@ def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:
     assert values["peak memory"] == [0.99] * 5
     assert [row[0] for row in rows] == [*(figure.name for figure in FIGURES), "peak memory"]
     assert all(row[1] != "–" for row in rows)
+
+
+def test_of_another_engine_too_void_arms_count_nowhere() -> None:
+    asked = argparse.Namespace(engine=["other=run {ids}"], tokens=3)
+    good = [at("other, 1 tokens", elapsed_s=5.0), at("other, 3 tokens", elapsed_s=9.0)]
+    void = [at(f"other, {count} tokens", 1, elapsed_s=0.1, void=["status 1"]) for count in (1, 3)]
+    for some, values in ((good, [2.0 / 2.0]), ([], [])):
+        rounds = [at(CACHE), *some, *void]
+        _, kept = table(rounds, work(), _engines(rounds, asked))
+        assert kept[len(FIGURES)]["values"] == values
 
 
 def test_what_was_not_measured_is_not_shown_as_a_number() -> None:
