@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from commandline import Command, on
@@ -16,6 +17,7 @@ from conftest import ROOT
 
 import runtime
 from runtime.checkpoint import Checkpoint
+from runtime.cli.ending import end
 from runtime.commands.terminal import Interrupts
 from runtime.errors import UsageError
 from runtime.generate.embedded import NOTE
@@ -483,6 +485,24 @@ def test_a_place_one_may_not_look_at_is_said_in_one_line(
     outcome = cli(*line, "--drive", f"a={tmp_path}")
     assert (outcome.status, outcome.err.count("\n")) == (2, 1)
     assert outcome.err.startswith(f"error: {tmp_path}: Permission denied; ")
+
+
+@pytest.mark.parametrize("command", ["map", "probe", "monitor --seconds 1"])
+def test_a_model_one_may_not_look_at_is_a_bad_checkpoint(
+    command: str, cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+    monkeypatch.setattr(Path, "is_dir", mock.Mock(side_effect=hidden))
+    outcome = cli("drives", *command.split(), "--model", tmp_path)
+    assert (outcome.status, outcome.err) == (3, f"error: cannot read {tmp_path}: Permission denied\n")
+
+
+def test_a_file_there_is_no_room_for_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/here/a", None, "/there/a"))
+    assert end(full) == 4
+    assert (
+        capsys.readouterr().err == "error: /there/a: No space left on device; make room there, or name another place\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from runtime.errors import Cancelled, ExpertstreamError, NotKept, StorageError, 
 ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 """What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+UNWRITABLE = (*FULL, errno.EIO, errno.EBADF)
 """Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
 
 THREADLESS = "can't start new thread"
@@ -77,6 +78,9 @@ def end(command: Callable[[], int | None], schema: str | None = None) -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             message = f"{error.filename}: {error.strerror}; name a place that this user may use"
             return _fail(UsageError.code, message, UsageError.exit_code, schema)
+        if error.errno in FULL and error.filename is not None:
+            message = f"{error.filename2 or error.filename}: {error.strerror}; make room there, or name another place"
+            return _fail(StorageError.code, message, StorageError.exit_code, schema)
         closed = isinstance(error, io.UnsupportedOperation)
         if not closed and (error.filename is not None or error.errno not in UNWRITABLE):
             raise

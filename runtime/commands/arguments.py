@@ -128,4 +128,6 @@ def output_file(
 
 
 def _inside(target: Path, directory: Path) -> bool:
-    return directory.exists() and any(parent.exists() and parent.samefile(directory) for parent in target.parents)
+    return os.path.exists(directory) and any(
+        parent.exists() and parent.samefile(directory) for parent in target.parents
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.commands.terminal import say
 from runtime.drives.throttled import Limit
-from runtime.errors import CheckpointError, UsageError
+from runtime.errors import CheckpointError, UsageError, unreadable
 from runtime.generate import Engine
 from runtime.weights.layout import Layout
 
@@ -25,7 +25,12 @@ def parse_drives(drives: Sequence[str], simulated: Sequence[str], option: str = 
 
 def require_model(model: Path | None) -> None:
     """Raise CheckpointError, as whoever opens the checkpoint does, for a model's directory that is not there."""
-    if model is not None and not model.is_dir():
+    try:
+        there = model is None or model.is_dir()
+    except OSError as error:
+        assert model is not None
+        raise unreadable(model, error) from None
+    if not there:
         raise CheckpointError(f"--model {model}: there is no such directory")
 
 
