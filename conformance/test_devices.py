@@ -241,6 +241,20 @@ def test_direct_reads_that_fail_only_when_reading(direct: RealDevice, monkeypatc
     assert direct.mode.startswith("buffered: ")
 
 
+def test_of_reads_that_find_it_out_at_once_each_goes_on(direct: RealDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, refused = os.preadv, []
+
+    def refusing(fd: int, views: list[memoryview], at: int) -> int:
+        if not refused:
+            refused.append(at)
+            direct._plain.add(direct._path("data"))  # as the other one has done
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert fetch(direct, 5, 100)[0] == contents()[5:105]
+
+
 def test_an_empty_directory_says_that_nothing_was_probed(tmp_path: Path) -> None:
     assert RealDevice("one", tmp_path).mode == "buffered: no file to probe with"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import random
@@ -11,9 +12,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -279,6 +282,18 @@ def test_a_drive_that_cannot_even_be_opened(
         assert "drive o: cannot list it: Input/output error; it is not used" in engine.drives.notes
     with pytest.raises(StorageError, match=r"drive o: cannot list it: .*; without it, .* experts are on none of"):
         Engine.load(bare, backend="cpu", layout=Layout((("o", odd), ("e", even))))
+
+
+def test_a_drive_that_fails_while_it_is_listed(bare: Path, even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = mock.Mock(stat=mock.Mock(side_effect=FileNotFoundError))
+    failing = mock.Mock(stat=mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    gone.name, failing.name = sorted(path.name for path in even.rglob("*.bin"))[:2]
+    with Checkpoint.open(bare, experts_elsewhere=True) as checkpoint:
+        monkeypatch.setattr("os.scandir", lambda folder: nullcontext([gone, failing]))
+        with pytest.raises(StorageError, match=r"drive e: cannot list .*: Input/output error"):
+            ExpertFiles("e", even, checkpoint)
+        monkeypatch.setattr("os.scandir", lambda folder: nullcontext([gone]))
+        assert not ExpertFiles("e", even, checkpoint).here.any()
 
 
 def test_a_lone_drive_that_falls_silent_for_a_while_is_waited_for(

@@ -152,6 +152,7 @@ def test_a_file_that_is_cut_off_damaged_or_foreign_is_refused(name: str, tmp_pat
         bad += [
             good.replace(b",a,first,", b",", 1),
             good.replace(b"# {", b"# [", 1),
+            good.replace(b",100,100,", b",100,1" + b"0" * 30 + b",", 1),
             good + good.splitlines()[-1] + b"\n",
         ]
         bad += [good.replace(b"demand,demand", b"demand,dem\x00and", 1).replace(b"100,100", b"1e2,x", 1)]

@@ -261,10 +261,10 @@ def measure(
     def work(room: Room) -> None:
         answer_at_once()  # as the readers of a run
         name = room.device.name
-        into = aligned(room.block_bytes, room.device.alignment)
-        into[:] = bytes(len(into))  # touched, so that no page fault is measured
-        go.wait()
         try:
+            into = aligned(room.block_bytes, room.device.alignment)
+            into[:] = bytes(len(into))  # touched, so that no page fault is measured
+            go.wait()
             while True:
                 with lock:
                     spent = asked[name] >= budget_bytes or time.monotonic() - begun >= limit_s

@@ -241,7 +241,7 @@ class RealDevice:
 
     def _read(self, path: str, at: int, into: memoryview, offset: int, wanted: int, done: int) -> int:
         """One call's worth. `offset`, `wanted` and `done` belong to the whole read and go into the message."""
-        where = f"{path} at {offset}: wanted {wanted} bytes"
+        where, plain = f"{path} at {offset}: wanted {wanted} bytes", path in self._plain
         try:
             with self._descriptors.borrow(self, path, self._open) as fd:
                 return self._fill(fd, path, at, into)
@@ -250,7 +250,7 @@ class RealDevice:
             got = max(end.at - offset, 0)
             raise DeviceError(Fault.SHORT, f"{where}, got {got}: the file ends there") from None
         except OSError as error:
-            if error.errno == errno.EINVAL and self._way == "direct" and path not in self._plain:
+            if error.errno == errno.EINVAL and self._way == "direct" and not plain:  # another may find out meanwhile
                 self._go_plain(path, "does not allow direct reads")
                 return self._read(path, at, into, offset, wanted, done)
             self._descriptors.forget(self)  # of a drive that comes back, every descriptor is dead

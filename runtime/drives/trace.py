@@ -347,7 +347,7 @@ def _parse(path: Path, text: io.TextIOWrapper) -> TraceFile:
         try:
             chunk = list(islice(lines, CHUNK))
             parts.append(np.array([_record(line, places, names) for line in chunk], LOADED))
-        except (ValueError, IndexError, csv.Error) as error:
+        except (ValueError, OverflowError, IndexError, csv.Error) as error:
             where = f"the trace is damaged or cut off after {found:,} of {wanted:,} records"
             raise UsageError(f"{path}: {where}: {error}") from None
         if not chunk:

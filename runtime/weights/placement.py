@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -87,12 +88,12 @@ class ExpertFiles:
         self.odd: list[tuple[int, int, str]] = []
         layers = checkpoint.config.moe_layers
         for index, folder in enumerate(FOLDERS):
-            for row, expert, entry in self._files(path / folder):
-                found = entry.stat(follow_symlinks=False)
+            for row, expert, found in self._files(path / folder):
+                file = expert_file(layers[row], expert)
                 if not stat.S_ISREG(found.st_mode):
-                    self.odd.append((layers[row], expert, f"{entry.name} is no regular file"))
+                    self.odd.append((layers[row], expert, f"{file} is no regular file"))
                 elif found.st_size != self._nbytes:
-                    wrong = f"{entry.name} has {found.st_size:,} bytes, not {self._nbytes:,}"
+                    wrong = f"{file} has {found.st_size:,} bytes, not {self._nbytes:,}"
                     self.odd.append((layers[row], expert, wrong))
                 elif not self.here[row, expert]:
                     self.here[row, expert] = True
@@ -101,15 +102,16 @@ class ExpertFiles:
             said = min(what for _, _, what in self.odd) + ", …" * (len(self.odd) > 1)
             self.notes.append(f"drive {name}: {len(self.odd)} files are not used: {said}")
 
-    def _files(self, folder: Path) -> Iterator[tuple[int, int, os.DirEntry[str]]]:
-        """(row, expert, entry) of everything here that has the name of one of the model's experts."""
+    def _files(self, folder: Path) -> Iterator[tuple[int, int, os.stat_result]]:
+        """(row, expert, what it is) of everything here that has the name of one of the model's experts."""
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     match = _FILE.fullmatch(entry.name)
                     row = self._rows.get(int(match[1])) if match else None
                     if match and row is not None and int(match[2]) < self.here.shape[1]:
-                        yield row, int(match[2]), entry
+                        with suppress(FileNotFoundError):  # it went meanwhile
+                            yield row, int(match[2]), entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             return
         except OSError as error:
