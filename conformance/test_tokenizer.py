@@ -9,9 +9,10 @@ import pytest
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from trouble import unreadable
 from vocabulary import SPLIT_REGEX, TOKENIZER, merge, texts
 
-from runtime.errors import CheckpointError, UsageError
+from runtime.errors import CheckpointError, StorageError, UsageError
 from runtime.text import tokenizer as module
 from runtime.text.tokenizer import N_SPECIAL, SPLIT, Tokenizer, write_tokenizer
 
@@ -196,10 +197,10 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     write_tokenizer(tmp_path, BYTES)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def refuse(self: Path, target: Path) -> None:
+    def refuse(unfinished: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_tokenizer(tmp_path, [*BYTES, b"ab"])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -314,6 +315,14 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write_tokenizer(tmp_path, BYTES)
     (tmp_path / name).unlink()
     with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such file"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_a_drive_that_fails_makes_no_bad_checkpoint(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path, BYTES)
+    unreadable(monkeypatch, tmp_path / name)
+    with pytest.raises(StorageError, match=f"cannot read .*{name}: Input/output error"):
         Tokenizer.load(tmp_path)
 
 

@@ -31,7 +31,8 @@ from pathlib import Path
 import tiktoken
 
 from runtime.config import require_regular
-from runtime.errors import CheckpointError, UsageError
+from runtime.errors import CheckpointError, UsageError, unreadable
+from runtime.home import write_whole
 
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
@@ -122,7 +123,7 @@ class Tokenizer:
         """The tokenizer of a checkpoint directory.
 
         Raises CheckpointError naming file and line when `tiktoken.model` or `tokenizer_config.json` is missing
-        or damaged.
+        or damaged, StorageError when the drive fails.
         """
         return cls(_read_ranks(Path(directory) / RANKS_FILE), _read_names(Path(directory) / CONFIG_FILE))
 
@@ -209,18 +210,8 @@ def write_tokenizer(directory: str | os.PathLike[str], ranks: Sequence[bytes]) -
         "unk_token": "[UNK]",
     }
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks)]
-    _write_whole(Path(directory) / RANKS_FILE, b"".join(lines))
-    _write_whole(Path(directory) / CONFIG_FILE, json.dumps(config, indent=2).encode() + b"\n")
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(Path(directory) / RANKS_FILE, b"".join(lines))
+    write_whole(Path(directory) / CONFIG_FILE, json.dumps(config, indent=2).encode() + b"\n")
 
 
 def _read(path: Path) -> bytes:
@@ -228,9 +219,8 @@ def _read(path: Path) -> bytes:
         require_regular(path)
         return path.read_bytes()
     except OSError as e:
-        raise CheckpointError(
-            f"cannot read {path}: {e.strerror}; a checkpoint directory needs {RANKS_FILE} and {CONFIG_FILE}"
-        ) from None
+        error = unreadable(path, e)
+        raise type(error)(f"{error}; a checkpoint directory needs {RANKS_FILE} and {CONFIG_FILE}") from None
 
 
 def _read_ranks(path: Path) -> list[bytes]:
