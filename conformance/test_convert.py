@@ -614,6 +614,20 @@ def test_from_the_command_line(cli: Command, model: Path, tmp_path: Path) -> Non
     assert broken.err.count("\n") == 1
 
 
+def test_verify_reads_it_whole(cli: Command, model: Path, stores: list[Path], store: Path) -> None:
+    drives = ["--drive", f"a={stores[0]}", "--drive", f"b={store.parent}"]
+    outcome = cli("verify", "--model", model, *drives)
+    assert outcome.status == 0
+    assert len(re.findall(r"^[ab] +the trunk in int8, .* in .* s, .*: right$", outcome.out, re.MULTILINE)) == 2
+    flip(store, NAME)
+    outcome = cli("verify", "--model", model, *drives)
+    assert outcome.status == 4
+    assert f"error: drive b: {store} is damaged: {NAME} is not as it was written; " in outcome.err
+    edit(store, b"half to even", b"half to zero")
+    outcome = cli("verify", "--model", model, *drives)
+    assert (outcome.status, "drive b: " in outcome.err, "was rounded otherwise" in outcome.err) == (4, True, True)
+
+
 def test_the_map_of_drives_shows_it(cli: Command, model: Path, stores: list[Path], store: Path) -> None:
     options = ["drives", "map", "--model", model, "--drive", f"a={stores[0]}", "--drive", f"b={store.parent}"]
     assert cli(*options).out.count("0 of 48 experts, the trunk in int8\n") == 2

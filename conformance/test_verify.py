@@ -298,6 +298,8 @@ def test_a_manifest_that_is_named(cli: Command, tiny: Path, bare: Path, tmp_path
     assert damaged.status == 3
     assert "is damaged" in damaged.err
     assert cli("verify", "--model", tiny, "--manifest", tmp_path / "none").status == 3
+    shard = cli("verify", "--model", tiny, "--manifest", next(tiny.glob("*.safetensors")))
+    assert (shard.status, "name another with --manifest" in shard.err, "remove" in shard.err) == (3, True, False)
 
 
 def test_a_manifest_that_is_not_there_need_not_be_removed(cli: Command, tiny: Path, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
         raise CheckpointError(str(error).removesuffix(FETCH_AGAIN)) from None
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
+    except KeyError as error:  # a type that NumPy does not have
+        raise CheckpointError(f"{path} is none of this program's own files: it holds {error.args[0]}") from None
     except OSError as error:
         raise Unreadable(f"cannot read {path}: {error.strerror or error}") from None
     if words.get(DIGEST) != _digest(arrays):

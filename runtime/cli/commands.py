@@ -151,7 +151,8 @@ def verify(
 ) -> None:
     """Read every copy of every expert and compare it with the manifest, which is made where there is none.
 
-    Copies that are not what they should be are named, and the exit status is 4. Nothing is written to any drive.
+    Converted trunks on these drives are compared with their own checksums. Copies that are not what they should be are
+    named, and the exit status is 4. Nothing is written to any drive.
     """
     from runtime.commands.drives import parse_drives
     from runtime.commands.verify import verify as command

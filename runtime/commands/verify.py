@@ -1,21 +1,27 @@
-"""`verify`: are all copies of all experts what they should be? Makes the manifest that says so, where there is none."""
+"""`verify`: are all copies of all experts what they should be? Makes the manifest that says so, where there is none.
+
+A converted trunk has its own checksums, and is compared with them.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 from runtime.checkpoint import Checkpoint
-from runtime.checkpoint.manifest import COPY_NAME, Manifest, load_if_there, manifest_path
+from runtime.checkpoint.converted import FILE_NAME, Form, damaged
+from runtime.checkpoint.manifest import AGAIN, COPY_NAME, Manifest, load_if_there, manifest_path
 from runtime.commands.terminal import Interrupts, progress, say, write
-from runtime.errors import Cancelled, StorageError, UsageError, shortened
+from runtime.errors import Cancelled, CheckpointError, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
+from runtime.progress import Meter, Progress
+from runtime.setup.convert import read_back
 from runtime.setup.copies import open_copies
 from runtime.setup.verify import Found, Verdict, judge, read_all
 from runtime.units import size
@@ -50,8 +56,14 @@ def verify(model: Path | None, layout: Layout, *, build: bool, named: Path | Non
             verdict = judge(manifest, found, own)
             _tell(found, verdict, time.monotonic() - started)
             problems = _save(checkpoint, manifest, before, verdict, named is not None)
-            if verdict.bad or verdict.differ or problems:
-                raise _error(found, verdict, problems)
+            trunks: list[str] = []
+            try:
+                for wrong in _trunks(checkpoint, layout, stop.stoppable("verifying", report)) if not stopped else ():
+                    trunks.append(wrong)
+            except Cancelled as error:
+                stopped = error
+            if verdict.bad or verdict.differ or trunks or problems:
+                raise _error(found, verdict, trunks, problems)
             if stopped is not None:
                 raise stopped
 
@@ -63,7 +75,10 @@ def _manifest(checkpoint: Checkpoint, build: bool, named: Path | None) -> tuple[
     if trouble:
         say(f"note     {trouble}")
     if named is not None:
-        return Manifest.load(named, checkpoint), before
+        try:
+            return Manifest.load(named, checkpoint), before
+        except CheckpointError as error:  # whatever it is, it need not be ours to remove
+            raise type(error)(str(error).replace(f"; {AGAIN}", ": name another with --manifest")) from None
     manifest = Manifest(checkpoint)
     if before is not None and not build:
         manifest.made_from = before.made_from
@@ -105,6 +120,24 @@ def _tell(found: Sequence[Found], verdict: Verdict, seconds: float) -> None:
         write(f"{said}{rest}\n")
 
 
+def _trunks(checkpoint: Checkpoint, layout: Layout, progress: Progress) -> Iterator[str]:
+    """Read every converted trunk whole, and say so on stdout; what is wrong with those that are bad."""
+    nbytes = sum(span.nbytes for span in Form.of(checkpoint).matrices.values())
+    for name, path in layout.directories:
+        if not os.path.lexists(path / FILE_NAME):
+            continue
+        started = time.monotonic()
+        try:
+            mode, bad = read_back(path / FILE_NAME, checkpoint, Meter(progress, nbytes))
+        except (CheckpointError, StorageError) as error:
+            yield f"drive {name}: {error}"
+            continue
+        took = f"{size(nbytes)} in {time.monotonic() - started:.1f} s, {mode}"
+        write(f"{name:8} the trunk in int8, {took}: {'bad' if bad else 'right'}\n")
+        if bad:
+            yield f"drive {name}: {damaged(path / FILE_NAME, bad)}"
+
+
 def _save(
     checkpoint: Checkpoint, manifest: Manifest, before: Manifest | None, verdict: Verdict, named: bool
 ) -> list[str]:
@@ -130,11 +163,12 @@ def _save(
     return []
 
 
-def _error(found: Sequence[Found], verdict: Verdict, problems: list[str]) -> StorageError:
+def _error(found: Sequence[Found], verdict: Verdict, trunks: list[str], problems: list[str]) -> StorageError:
     """One line, and the copies by name."""
     lines = [str(bad) for bad in verdict.bad] + verdict.differ
     if not lines:
-        return StorageError(problems[0])
+        first, *others = trunks + problems
+        return StorageError(first, others)
     total, said = sum(one.read for one in found), []
     if verdict.bad:
         said.append(f"{len(verdict.bad):,} of {total:,} copies of experts are bad")
@@ -143,4 +177,4 @@ def _error(found: Sequence[Found], verdict: Verdict, problems: list[str]) -> Sto
     advice = "replicate --to writes a drive's anew"
     if any(bad.drive == MODEL for bad in verdict.bad):
         advice = "fetch the model's files again, or, if they were replaced on purpose, verify --build"
-    return StorageError(f"{'; '.join(said)}; {advice}", [*shortened(lines), *problems])
+    return StorageError(f"{'; '.join(said)}; {advice}", [*shortened(lines), *trunks, *problems])

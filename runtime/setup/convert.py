@@ -69,7 +69,7 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
     values_nbytes = sum(span.nbytes for span in form.matrices.values())
     with _claimed(checkpoint, folder):
         if os.path.lexists(path):
-            mode, wrong = _read_back(path, checkpoint, Meter(progress, values_nbytes))
+            mode, wrong = read_back(path, checkpoint, Meter(progress, values_nbytes))
             if wrong:
                 raise StorageError(damaged(path, wrong))
             return Outcome(path, len(form.matrices), form.nbytes, False, mode)
@@ -83,7 +83,7 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
         try:
             with whole(path) as file:
                 _write(checkpoint, form, file, meter)
-                mode, wrong = _read_back(Path(file.name), checkpoint, meter)
+                mode, wrong = read_back(Path(file.name), checkpoint, meter)
                 if wrong:
                     raise StorageError(
                         f"{path}: what was written is not what is read back, in {wrong}: this drive, or its cable, "
@@ -162,7 +162,7 @@ def _sync(file: BinaryIO) -> None:
     sync(file.fileno())
 
 
-def _read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, str]:
+def read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, str]:
     """(how the file was read, the first matrix that is not as its checksum says, or ""). Raises StorageError."""
     there = ConvertedTrunk.open(path, checkpoint)
     try:
