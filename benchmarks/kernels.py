@@ -310,7 +310,7 @@ def about(record: dict[str, Any]) -> str:
     caches = ", ".join(f"{name} {size}" for name, size in at["caches"].items())
     return (
         f"{at['processor']}, {at['processors']} processors, {record['threads']} threads, {at['vectors']}; {caches}\n"
-        f"load {at['load'][0]:.1f} before, {record['load_after'][0]:.1f} after; "
+        f"load {at['load_average'][0]:.1f} before, {record['load_after'][0]:.1f} after; "
         f"read roof {rates[0]} GB/s, by CPU {rates[1]}; FMA peak {rates[2]} GFLOP/s, by CPU {rates[3]}"
     )
 

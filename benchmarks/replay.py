@@ -42,19 +42,16 @@ from runtime.cli.ending import end
 from runtime.commands.drives import parse_drives
 from runtime.drives.crew import ReadRecord
 from runtime.drives.device import Device, DeviceError
-from runtime.drives.jobs import MIB
 from runtime.drives.probe import BLOCK_BYTES, DEPTHS, measure
 from runtime.drives.trace import TraceLog
 from runtime.errors import ExpertstreamError, StorageError, UsageError
 from runtime.forecast import Usage
 from runtime.weights.experts import ExpertStore, staging_floor
-from runtime.weights.layout import Drives, Layout
+from runtime.weights.layout import PLAIN_BYTES, Drives, Layout
 from runtime.weights.placement import Holder
 
 SCHEMA = "expertstream.replay/1"
 DEPTH_ROUNDS = 5
-SMALLEST_BYTES = MIB
-"""Experts below this are read plainly in a run, too."""
 
 Row = tuple[int, npt.NDArray[np.int64]]
 """A layer and the distinct experts a token asks it for."""
@@ -96,7 +93,7 @@ class Routed:
     def __init__(self, device: Device, holder: Holder, layers: Sequence[int], rows: Iterator[Row]) -> None:
         self.device = device
         expert_bytes = holder.span(*self._first(holder, layers)).length
-        if expert_bytes < SMALLEST_BYTES:
+        if expert_bytes < PLAIN_BYTES:
             raise UsageError(
                 f"experts of {expert_bytes:,} bytes are too small to measure a drive with: name a larger model"
             )

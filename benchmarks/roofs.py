@@ -8,8 +8,6 @@ leave out the time that others had the processors; what others take of memory ba
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
-import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import surroundings
 from runtime.ops.kernels.jit import VECTORS
 from runtime.ops.kernels.lanes import fma, lanes, total
 
@@ -125,23 +124,9 @@ class Roofs:
 
 
 def machine() -> dict[str, Any]:
-    """What a number should be read with: processor, caches, vectors, versions, and how busy the machine is."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    """What a number should be read with: the machine and how busy it is, its caches, vectors, and libraries."""
     caches = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         kind, level, size = (index.joinpath(file).read_text().strip() for file in ("type", "level", "size"))
         caches[f"L{level} {kind.lower()}"] = size
-    return {
-        "processor": model,
-        "processors": os.cpu_count(),
-        "caches": caches,
-        "vectors": VECTORS,
-        "platform": platform.platform(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, "numba": numba.__version__},
-        "load": os.getloadavg(),
-    }
+    return surroundings.machine() | {"caches": caches, "vectors": VECTORS, "versions": surroundings.versions()}

@@ -35,9 +35,7 @@ from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate import embedded_model
 from runtime.generate.embedded import NOTE
 from runtime.home import write_whole
-
-SMALL_BYTES = 1 << 20
-"""Experts below this are read plainly when no drive is named; tracing would change that."""
+from runtime.weights.layout import PLAIN_BYTES
 
 
 def add_run_options(options: argparse.ArgumentParser) -> None:
@@ -69,7 +67,7 @@ def make_arm(options: argparse.Namespace, name: str, words: Sequence[str], check
     layout = parse_drives(options.drive, options.simulate_drive)
     drives = [f"--drive={text}" for text in options.drive] + [f"--simulate-drive={t}" for t in options.simulate_drive]
     named = ["--model", str(options.model)] if options.model else []
-    large = surroundings.model(model)["expert_bytes"] >= SMALL_BYTES
+    large = surroundings.model(model)["expert_bytes"] >= PLAIN_BYTES  # tracing would have small ones read by drive
     return Arm(
         name=name,
         options=(*named, *drives, *words),

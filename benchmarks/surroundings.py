@@ -9,15 +9,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-import runtime
 from runtime.checkpoint import Checkpoint
 from runtime.drives.identity import identify, same_device
+from runtime.generate import record
 
 LIBRARIES = ("numpy", "numba", "llvmlite", "mlx", "mlx-lm", "tiktoken", "psutil", "xxhash", "scipy", "pytest-benchmark")
 
@@ -37,13 +36,7 @@ def commit(checkout: Path) -> Record:
 
 def versions() -> Record:
     """Of this project, Python and the libraries that numbers depend on; null for what is not there."""
-    found: Record = {"expertstream": runtime.__version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return dict(record.versions(LIBRARIES))
 
 
 def machine() -> Record:

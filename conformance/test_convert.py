@@ -170,7 +170,7 @@ def test_every_weight_is_there_as_if_made_at_load(
 ) -> None:
     if backend == "mlx":
         pytest.importorskip("mlx.core", reason="needs MLX")
-    monkeypatch.setattr("runtime.weights.trunk.SMALL_BYTES", 1 << 13)  # some stay where they were read
+    monkeypatch.setattr("runtime.weights.trunk.NEIGHBOUR_BYTES", 1 << 13)  # some stay where they were read
     with (
         Engine.load(model, backend=backend, threads=1, trunk="int8") as plain,
         loaded(model, stores, backend=backend) as engine,

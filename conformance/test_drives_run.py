@@ -303,7 +303,7 @@ def test_a_lone_drive_that_falls_silent_for_a_while_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Longer than a check may take where there are other drives."""
-    monkeypatch.setattr(arrangement, "SMALL_BYTES", 1)
+    monkeypatch.setattr(arrangement, "PLAIN_BYTES", 1)
     policy = Policy(max_hedge_leases=4, deadline_floor_s=0.02, back_off_s=0.02, check_timeout_s=0.1)
     monkeypatch.setattr(arrangement, "POLICY", policy)
     silent = threading.Event()
@@ -345,7 +345,7 @@ def test_scales_that_no_weight_has_are_wrong_bytes(
 def test_large_experts_are_read_by_drive_without_being_asked(
     embedded: Path, alone: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrangement, "SMALL_BYTES", 1)
+    monkeypatch.setattr(arrangement, "PLAIN_BYTES", 1)
     with Engine.load(embedded, backend="cpu") as engine:
         assert answer(engine) == alone
         settled(engine)

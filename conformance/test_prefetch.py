@@ -176,7 +176,7 @@ def test_small_experts_and_those_read_plainly_are_not_guessed(embedded: Path, cl
 def test_large_experts_are_guessed_unless_told_otherwise(
     cli: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.generate.engine.SMALL_BYTES", 1)
+    monkeypatch.setattr("runtime.generate.engine.PLAIN_BYTES", 1)
     line = ["run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 6, "--simulate-drive", "a=400MB/s"]
     guessing = cli(*line, "--json", "--logits-hash").record
     told_not_to = cli(*line, "--json", "--logits-hash", "--no-prefetch").record

@@ -162,7 +162,7 @@ def test_every_weight_is_there_as_if_read_plainly(backend: str, precision: Any, 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most matrices of the small model are large, and are read in several slices."""
-    monkeypatch.setattr("runtime.weights.trunk.SMALL_BYTES", 1 << 13)
+    monkeypatch.setattr("runtime.weights.trunk.NEIGHBOUR_BYTES", 1 << 13)
 
 
 def test_a_large_matrix_stays_where_it_was_read(path: Path, small: None) -> None:

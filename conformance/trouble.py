@@ -81,7 +81,7 @@ def by_drive(patient: bool = True) -> Iterator[None]:
     """
     policy = replace(arrangement.POLICY, deadline_floor_s=1000.0, check_timeout_s=20.0)
     with (
-        mock.patch.object(arrangement, "SMALL_BYTES", 1),
+        mock.patch.object(arrangement, "PLAIN_BYTES", 1),
         mock.patch.object(arrangement, "POLICY", policy if patient else arrangement.POLICY),
     ):
         yield

@@ -20,7 +20,7 @@ from runtime.config import ModelConfig
 from runtime.drives.identity import Identity, identify
 from runtime.drives.real import open_drive
 from runtime.drives.remembered import recall
-from runtime.errors import CheckpointError, DoesNotFitError, UsageError
+from runtime.errors import CheckpointError, UsageError
 from runtime.forecast import (
     Drawn,
     Figures,
@@ -44,6 +44,7 @@ from runtime.forecast import (
 from runtime.progress import Progress
 from runtime.setup.shapes import shape_config
 from runtime.units import is_rate, size_or_off
+from runtime.weights.experts import check_budget
 from runtime.weights.placement import MODEL, ExpertFiles, Holder, Shards
 
 MAX_DRIVES = 12
@@ -225,11 +226,7 @@ def _slots(request: Request, facts: Facts) -> int:
     nbytes = size_or_off(request.expert_cache, "--expert-cache")
     if not nbytes:
         return 0
-    if nbytes < facts.k * facts.expert_nbytes:
-        raise DoesNotFitError(
-            f"an expert cache of {nbytes:,} bytes was asked for, but one layer's top-{facts.k} experts take "
-            f"{facts.k * facts.expert_nbytes:,}: give --expert-cache at least that"
-        )
+    check_budget(nbytes, facts.k, facts.k * facts.expert_nbytes)
     return nbytes // facts.expert_nbytes
 
 

@@ -34,7 +34,7 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.weights.checks import ReadChecks, VerifyReads
 from runtime.weights.experts import ExpertStore
 from runtime.weights.heat import Heat
-from runtime.weights.layout import SMALL_BYTES, Drives, Layout, open_drives
+from runtime.weights.layout import PLAIN_BYTES, Drives, Layout, open_drives
 from runtime.weights.prefetch import Prefetch
 from runtime.weights.reads import PlainReads, Reads
 from runtime.weights.trunk import Precision, Trunk
@@ -153,7 +153,7 @@ def _why_not(checkpoint: Checkpoint, drives: Drives | None, reuse: bool, prefetc
         return "experts are read plainly"
     if not reuse:
         return "there is no expert cache"
-    if prefetch is None and checkpoint.expert_nbytes < SMALL_BYTES:
+    if prefetch is None and checkpoint.expert_nbytes < PLAIN_BYTES:
         return "experts are small"
     return ""
 

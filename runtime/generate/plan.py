@@ -172,7 +172,7 @@ class _Planning:
         self.work = workload(self.config, wanted.context, 1)
         self.cache_floor = staging_floor(checkpoint, supply.unit_bytes)
         if wanted.expert_cache is not None:
-            check_budget(checkpoint, wanted.expert_cache, supply.unit_bytes)
+            check_budget(wanted.expert_cache, checkpoint.config.num_experts_per_token, self.cache_floor)
         self.divider = self._divider(wanted.trunk, supply.converted)
         self.parts: dict[str, int] = {
             "process": psutil.Process().memory_info().rss + MARGIN,

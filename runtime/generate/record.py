@@ -200,9 +200,8 @@ def settings(engine: Engine) -> Record:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Of the program, Python and the libraries that compute; None for what is not there."""
-    libraries = ("numpy", "numba", "llvmlite", "mlx", "tiktoken")
+def versions(libraries: Sequence[str] = ("numpy", "numba", "llvmlite", "mlx", "tiktoken")) -> dict[str, str | None]:
+    """Of the program, Python and libraries, those that compute if none are named; None for what is not there."""
     own = {"expertstream": runtime.__version__, "python": platform.python_version()}
     return own | {name: _version(name) for name in libraries}
 

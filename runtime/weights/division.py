@@ -35,7 +35,7 @@ IN_A_PASS = (
 )
 """The matrices of a layer that can be streamed, in the order in which `model/k3.py` multiplies with them."""
 
-SMALL_BYTES = 4 << 20
+RESIDENT_FIRST_BYTES = 4 << 20
 """A matrix below this stays before larger ones."""
 
 LEAST_BLOCKS, MOST_BLOCKS = 2, 24
@@ -156,7 +156,7 @@ class Divider:
     def _worth(self, name: str) -> tuple[bool, bool, int, int]:
         """Lower stays sooner."""
         layer, at = _order(name)
-        return name == HEAD, self._spans[name].nbytes >= SMALL_BYTES, at, layer
+        return name == HEAD, self._spans[name].nbytes >= RESIDENT_FIRST_BYTES, at, layer
 
 
 def _place(name: str) -> tuple[int, int] | None:

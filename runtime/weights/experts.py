@@ -89,13 +89,12 @@ def staging_floor(checkpoint: Checkpoint, unit_bytes: int | None = None) -> int:
     return checkpoint.config.num_experts_per_token * (unit_bytes or checkpoint.expert_nbytes)
 
 
-def check_budget(checkpoint: Checkpoint, budget_bytes: int, unit_bytes: int | None = None) -> None:
-    """Raise DoesNotFitError when the budget is below one layer's top-k."""
-    floor = staging_floor(checkpoint, unit_bytes)
+def check_budget(budget_bytes: int, top_k: int, floor: int) -> None:
+    """Raise DoesNotFitError when the budget is below what one layer's top-k experts take."""
     if budget_bytes < floor:
         raise DoesNotFitError(
-            f"an expert cache of {budget_bytes:,} bytes was asked for, but one layer's top-"
-            f"{checkpoint.config.num_experts_per_token} experts take {floor:,}: give --expert-cache at least that"
+            f"an expert cache of {budget_bytes:,} bytes was asked for, but one layer's top-{top_k} experts take "
+            f"{floor:,}: give --expert-cache at least that"
         )
 
 
@@ -138,7 +137,8 @@ class ExpertStore:
         heat: Heat | None = None,
     ) -> None:
         self._reads = reads or PlainReads(checkpoint)
-        check_budget(checkpoint, budget_bytes, self._reads.unit_bytes)
+        floor = staging_floor(checkpoint, self._reads.unit_bytes)
+        check_budget(budget_bytes, checkpoint.config.num_experts_per_token, floor)
         self.budget_bytes = budget_bytes
         self.reuse = reuse
         self.stats = CacheStats()

@@ -35,7 +35,7 @@ from runtime.weights.placement import MODEL, ExpertFiles, Holder, Placement, Sha
 from runtime.weights.reads import DriveReads
 from runtime.weights.trunk import Precision
 
-SMALL_BYTES = MIB
+PLAIN_BYTES = MIB
 """Below this, experts in the model directory alone are read plainly."""
 
 POLICY = Policy(max_hedge_leases=4)
@@ -341,6 +341,6 @@ def open_drives(
 
     What is traced is read by drive, however small: there is nothing else to trace.
     """
-    if layout.is_plain and checkpoint.expert_nbytes < SMALL_BYTES and trace is None:
+    if layout.is_plain and checkpoint.expert_nbytes < PLAIN_BYTES and trace is None:
         return None
     return Drives(checkpoint, layout, trace, trunk)

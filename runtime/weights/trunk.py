@@ -34,7 +34,7 @@ EMBEDDING = "embed_tokens"
 IN_PLACE = ("cpu",)
 """Backends whose matrices stay in the memory they were read into."""
 
-SMALL_BYTES = 1 << 20
+NEIGHBOUR_BYTES = 1 << 20
 """Tensors below this are read together with their neighbours, and copied from there."""
 
 TOGETHER_BYTES = 4 << 20
@@ -252,12 +252,12 @@ def _runs(spans: Mapping[str, TensorSpan], names: Sequence[str]) -> Iterator[lis
     nbytes = 0
     for name in sorted(names, key=lambda name: (spans[name].path, spans[name].offset)):
         span = spans[name]
-        joins = span.path == place and span.offset == end and span.nbytes < SMALL_BYTES and nbytes + span.nbytes
+        joins = span.path == place and span.offset == end and span.nbytes < NEIGHBOUR_BYTES and nbytes + span.nbytes
         if run and not (joins and joins <= TOGETHER_BYTES):
             yield run
             run, nbytes = [], 0
         run.append(name)
-        nbytes += span.nbytes if span.nbytes < SMALL_BYTES else TOGETHER_BYTES
+        nbytes += span.nbytes if span.nbytes < NEIGHBOUR_BYTES else TOGETHER_BYTES
         end, place = span.offset + span.nbytes, span.path
     if run:
         yield run
