@@ -11,7 +11,7 @@ Pulse = Callable[[], None]
 """Called time and again while something long goes on, such as waiting for reads; what it raises ends that."""
 
 
-class Meter:
+class Tally:
     """Counts bytes, or pieces of work, and tells."""
 
     def __init__(self, progress: Progress, total: int) -> None:

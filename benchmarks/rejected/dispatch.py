@@ -11,7 +11,7 @@ from unittest import mock
 from benchmarks.rejected.trial import EXPERT_BYTES, Outcome, Trial, token_s
 from runtime.drives import ledger, scheduler
 from runtime.drives.jobs import MIB, Job, Key, Policy, Span
-from runtime.drives.ledger import DriveLedger, Read
+from runtime.drives.ledger import DriveLedger, InFlight
 from runtime.drives.rates import LearnedRate
 from runtime.drives.virtual import VirtualDrive, World
 
@@ -109,7 +109,7 @@ class Undrained(DriveLedger):
     def free_in(self, now: float) -> float:
         return self.given_s
 
-    def begin(self, read: Read, now: float, rate: float) -> None:
+    def begin(self, read: InFlight, now: float, rate: float) -> None:
         super().begin(read, now, rate)
         self.given_s += read.slice.length / rate
 

@@ -20,7 +20,7 @@ from runtime.checkpoint.manifest import AGAIN, COPY_NAME, Manifest, load_if_ther
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.errors import Cancelled, CheckpointError, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
-from runtime.progress import Meter, Progress
+from runtime.progress import Progress, Tally
 from runtime.setup.convert import read_back
 from runtime.setup.copies import open_copies
 from runtime.setup.verify import Found, Verdict, judge, read_all
@@ -128,7 +128,7 @@ def _trunks(checkpoint: Checkpoint, layout: Layout, progress: Progress) -> Itera
             continue
         started = time.monotonic()
         try:
-            mode, bad = read_back(path / FILE_NAME, checkpoint, Meter(progress, nbytes))
+            mode, bad = read_back(path / FILE_NAME, checkpoint, Tally(progress, nbytes))
         except (CheckpointError, StorageError) as error:
             yield f"drive {name}: {error}"
             continue

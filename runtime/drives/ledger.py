@@ -96,7 +96,7 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class InFlight:
     """A slice in flight."""
 
     slice: Slice
@@ -146,7 +146,7 @@ class DriveLedger:
         """
         return abs(self.free_at - now) if self.live else self.latency_s
 
-    def begin(self, read: Read, now: float, rate: float) -> None:
+    def begin(self, read: InFlight, now: float, rate: float) -> None:
         """The read starts, on a drive that is expected to move `rate` bytes/s."""
         nbytes = read.slice.length
         self.free_at = now + self.free_in(now) + nbytes / rate
@@ -161,14 +161,14 @@ class DriveLedger:
         self.bytes_in_flight += nbytes
         self.last_used = now
 
-    def hang(self, read: Read, now: float) -> None:
+    def hang(self, read: InFlight, now: float) -> None:
         """The read is late: it no longer counts as work the drive will do."""
         self._leave(read, now, well=False)
         read.hung = True
         self.hung += 1
         self.totals.hung += 1
 
-    def end(self, read: Read, now: float, well: bool) -> bool:
+    def end(self, read: InFlight, now: float, well: bool) -> bool:
         """The read has ended. True when the learned rate has changed."""
         self.last_used = now
         if read.hung:
@@ -176,7 +176,7 @@ class DriveLedger:
             return False
         return self._leave(read, now, well)
 
-    def _leave(self, read: Read, now: float, well: bool) -> bool:
+    def _leave(self, read: InFlight, now: float, well: bool) -> bool:
         nbytes, changed = read.slice.length, False
         self.live -= 1
         self.bounces -= read.slice.bounce

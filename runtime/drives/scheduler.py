@@ -65,7 +65,7 @@ from runtime.drives.jobs import (
     Submit,
     Tick,
 )
-from runtime.drives.ledger import Attempt, DriveLedger, Health, Read, Totals, Work
+from runtime.drives.ledger import Attempt, DriveLedger, Health, InFlight, Totals, Work
 from runtime.drives.rates import Uplink
 
 
@@ -88,7 +88,7 @@ class Scheduler:
         self._works: dict[Key, Work] = {}
         self._prefetch_jobs = 0
         self._parked: dict[Attempt, None] = {}
-        self._reads: dict[int, Read] = {}
+        self._reads: dict[int, InFlight] = {}
         self._dying: dict[Attempt, None] = {}
         self._rivals = 0
         self._ids = 0
@@ -388,7 +388,7 @@ class Scheduler:
             expected,
             deadline,
         )
-        read = Read(part, attempt, drive, now, deadline, work.priority is Priority.PREFETCH)
+        read = InFlight(part, attempt, drive, now, deadline, work.priority is Priority.PREFETCH)
         self._reads[part.id] = read
         attempt.reads += 1
         drive.begin(read, now, rate)
@@ -400,7 +400,7 @@ class Scheduler:
             self._reads_due = deadline
         out.append(Start(part))
 
-    def _end(self, slice_id: int, well: bool) -> Read:
+    def _end(self, slice_id: int, well: bool) -> InFlight:
         read = self._reads.pop(slice_id)
         read.attempt.reads -= 1
         if read.drive.end(read, self._now, well):
@@ -416,7 +416,7 @@ class Scheduler:
                 return span.offset % self._drives[d].alignment
         return 0
 
-    def _blame_copy(self, read: Read, fault: Fault, detail: str) -> None:
+    def _blame_copy(self, read: InFlight, fault: Fault, detail: str) -> None:
         """Note a fault of the job's copy on this drive; a bad copy, or one tried too often, is given up."""
         work, drive = read.attempt.work, read.drive
         if not read.attempt.dead:
@@ -431,7 +431,7 @@ class Scheduler:
                 self._late(read, out)
         self._reads_due = min((read.deadline for read in self._reads.values()), default=inf)
 
-    def _late(self, read: Read, out: list[Action]) -> None:
+    def _late(self, read: InFlight, out: list[Action]) -> None:
         """A deadline has passed (rule 6): hedge if another drive can serve, else wait on until the copy is given up."""
         attempt, work, now, policy = read.attempt, read.attempt.work, self._now, self.policy
         if not read.hung:

@@ -28,7 +28,7 @@ from runtime.drives.device import DeviceError
 from runtime.drives.real import Descriptors, RealDevice
 from runtime.errors import StorageError, UsageError
 from runtime.home import whole
-from runtime.progress import Meter, Progress
+from runtime.progress import Progress, Tally
 from runtime.setup.target import TARGET
 from runtime.setup.writing import hold, sync, uncached
 from runtime.units import size
@@ -69,7 +69,7 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
     values_nbytes = sum(span.nbytes for span in form.matrices.values())
     with _claimed(checkpoint, folder):
         if os.path.lexists(path):
-            mode, wrong = read_back(path, checkpoint, Meter(progress, values_nbytes))
+            mode, wrong = read_back(path, checkpoint, Tally(progress, values_nbytes))
             if wrong:
                 raise StorageError(damaged(path, wrong))
             return Outcome(path, len(form.matrices), form.nbytes, False, mode)
@@ -79,11 +79,11 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
                 f"{folder} has {size(free)} free; the trunk in int8 takes {size(form.nbytes)}, and {size(SPARE_BYTES)} "
                 "are to stay free: make room, or give --out a directory on another drive"
             )
-        meter = Meter(progress, 3 * values_nbytes)
+        tally = Tally(progress, 3 * values_nbytes)
         try:
             with whole(path) as file:
-                _write(checkpoint, form, file, meter)
-                mode, wrong = read_back(Path(file.name), checkpoint, meter)
+                _write(checkpoint, form, file, tally)
+                mode, wrong = read_back(Path(file.name), checkpoint, tally)
                 if wrong:
                     raise StorageError(
                         f"{path}: what was written is not what is read back, in {wrong}: this drive, or its cable, "
@@ -127,7 +127,7 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, meter: Meter) -> None:
+def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, tally: Tally) -> None:
     """Write everything, the head last: what is in it is known then. On the drive when this returns."""
     uncached(file.fileno())
     file.write(form.header)
@@ -148,7 +148,7 @@ def _write(checkpoint: Checkpoint, form: Form, file: BinaryIO, meter: Meter) -> 
             if unsynced >= SYNC_BYTES:
                 _sync(file)
                 unsynced = 0
-            meter.add(bits.nbytes)
+            tally.add(bits.nbytes)
         sums.append((digest.intdigest(), checksum(own.data)))
         scales.append(own.tobytes())
     head = np.array(sums, "<u8").tobytes() + b"".join(scales)
@@ -162,7 +162,7 @@ def _sync(file: BinaryIO) -> None:
     sync(file.fileno())
 
 
-def read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, str]:
+def read_back(path: Path, checkpoint: Checkpoint, tally: Tally) -> tuple[str, str]:
     """(how the file was read, the first matrix that is not as its checksum says, or ""). Raises StorageError."""
     there = ConvertedTrunk.open(path, checkpoint)
     try:
@@ -170,7 +170,7 @@ def read_back(path: Path, checkpoint: Checkpoint, meter: Meter) -> tuple[str, st
         buffer = aligned(PART_BYTES, device.alignment)
         try:
             for name in there.matrices:
-                if not values_right(there, device, name, buffer, meter.add):
+                if not values_right(there, device, name, buffer, tally.add):
                     return device.mode, name
         finally:
             device.close()

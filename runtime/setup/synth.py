@@ -36,7 +36,7 @@ from runtime.checkpoint.inventory import (
 from runtime.checkpoint.survey import INDEX_NAME
 from runtime.config import CONFIG_NAME, ModelConfig
 from runtime.errors import CheckpointError, StorageError, UsageError
-from runtime.progress import Meter, Progress
+from runtime.progress import Progress, Tally
 from runtime.setup.shapes import shape_config
 from runtime.text.tokenizer import N_SPECIAL, write_tokenizer
 from runtime.units import size
@@ -112,9 +112,9 @@ def write_checkpoint(
     published: list[Path] = []
     try:
         partial.mkdir()
-        meter = Meter(progress or (lambda done, total: None), total)
+        tally = Tally(progress or (lambda done, total: None), total)
         for shard in shards:
-            _write_shard(partial / shard.file_name, shard, seed, meter)
+            _write_shard(partial / shard.file_name, shard, seed, tally)
         _write_index(partial / INDEX_NAME, shards, total)
         if model.vocab_size >= 256 + N_SPECIAL:
             write_tokenizer(partial, make_ranks(model.vocab_size - N_SPECIAL))
@@ -213,13 +213,13 @@ def _shards(config: ModelConfig, seed: int, pad_a_log: bool) -> Iterator[_Shard]
         yield _Shard(f"model-{number:05}-of-{count:06}.safetensors", layer, config, seed, pad_a_log)
 
 
-def _write_shard(path: Path, shard: _Shard, seed: int, meter: Meter) -> None:
+def _write_shard(path: Path, shard: _Shard, seed: int, tally: Tally) -> None:
     with path.open("wb", buffering=0) as file:
         _write(file, _header(shard))
         for name, spec in shard.tensors():
             for block in _blocks(name, spec, shard.config, seed):
                 _write(file, block.data.cast("B"))
-                meter.add(block.nbytes)
+                tally.add(block.nbytes)
         os.fsync(file.fileno())
 
 
