@@ -858,12 +858,14 @@ def test_waiting_can_be_limited(engine: Callable[..., Reader]) -> None:
     [
         (AssertionError("a bug"), StorageError, "in the middle of its work: AssertionError"),
         (memory_refused("9 MB"), DoesNotFitError, "the system refused 9 MB"),
-        (MemoryError(), MemoryError, None),
+        (MemoryError(), DoesNotFitError, "the system refused memory"),
+        (RuntimeError("can't start new thread"), DoesNotFitError, "the system refused a thread"),
+        (RuntimeError("a bug"), StorageError, "in the middle of its work: RuntimeError"),
     ],
-    ids=["bug", "refused", "memory"],
+    ids=["bug", "refused", "memory", "thread", "error"],
 )
 def test_what_broke_the_reader_is_told_to_whoever_waits(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, told: type[Exception], said: str | None
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: type[Exception], said: str
 ) -> None:
     reader = Reader([(shelf := Shelf("one", {"f": DATA}), spec(shelf))], BufferPool(10 * MIB, 4096))
     whole = reader._scheduler.handle

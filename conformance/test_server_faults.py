@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from serverside import HANGS_S, ScriptedModel, Served, lend, read_to_end, served
 from trouble import by_drive
 
 from runtime.drives.throttled import Limit
-from runtime.errors import StorageError
+from runtime.errors import StorageError, memory_refused
 from runtime.generate import Engine
 from runtime.server.health import Drive
 from runtime.weights.layout import Layout
@@ -101,6 +102,41 @@ def test_a_drive_that_sits_out_is_said(embedded_engine: Engine, monkeypatch: pyt
         assert answer.status == 200
         assert answer.json["status"] == "degraded"
         assert answer.json["drives"]["a"]["errors"] == 3
+
+
+def test_a_server_that_can_read_nothing_any_more_says_so(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that found out fails; those that waited meanwhile and those that come are told the same."""
+    layout = Layout(limits=(Limit.parse("a=400MB/s"),))
+    with by_drive(), Engine.load(tiny, backend="reference", layout=layout) as engine, served(engine) as server:
+        assert engine.drives is not None
+        reader = engine.drives.reader
+        assert reader is not None
+        began, waiting = threading.Event(), threading.Event()
+
+        def refuse(*_: object) -> None:
+            began.set()
+            waiting.wait(HANGS_S)
+            raise memory_refused("9 MB")
+
+        monkeypatch.setattr(reader.pool, "take", refuse)
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(server.complete, "Hello")
+            assert began.wait(HANGS_S)
+            second = clients.submit(server.complete, "Hello")
+            while server.worker.waiting == 0:
+                threading.Event().wait(0.005)
+            waiting.set()
+        assert (first.result().status, first.result().error["code"]) == (500, "does_not_fit")
+        for answer in (second.result(), server.complete("Hello")):
+            assert (answer.status, answer.error["code"]) == (503, "engine_failed")
+            assert answer.error["message"].startswith("the system refused 9 MB")
+            assert answer.error["message"].endswith("; start the server again")
+        health = server.get("/health")
+        assert (health.status, health.json["status"]) == (503, "failed")
+        assert health.json["reason"].startswith("the system refused 9 MB")
+        assert "expertstream_ready 0.0" in server.get("/metrics").body.decode()
 
 
 def test_the_drives_of_a_run_are_told_apart(tmp_path: Path, tiny: Path) -> None:

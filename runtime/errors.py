@@ -66,6 +66,19 @@ def memory_refused(wanted: str) -> DoesNotFitError:
     return DoesNotFitError(f"the system refused {wanted}: {advice}")
 
 
+THREADLESS = "can't start new thread"
+"""All that Python says of it, in a RuntimeError."""
+
+
+def refusal(error: BaseException) -> DoesNotFitError | None:
+    """What people are told where Python says that the system refused memory, or a thread; None for anything else."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return memory_refused("memory that was planned for")
+    if isinstance(error, RuntimeError) and str(error) == THREADLESS:
+        return memory_refused("a thread, or the memory for one")
+    return None
+
+
 class Cancelled(ExpertstreamError):
     """The generation was asked to stop; the state is as it was before the call."""
 

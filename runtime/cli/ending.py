@@ -18,7 +18,7 @@ import typer
 from runtime.cli.commands import app
 from runtime.commands.arguments import check_unicode
 from runtime.commands.terminal import abandon, prepare, printable, say
-from runtime.errors import Cancelled, ExpertstreamError, NotKept, StorageError, UsageError, memory_refused
+from runtime.errors import Cancelled, ExpertstreamError, NotKept, StorageError, UsageError, refusal
 
 ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 """What the parser raises for any mistake: the base of BadParameter's base, wherever this version keeps it."""
@@ -26,9 +26,6 @@ ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*FULL, errno.EIO, errno.EBADF)
 """Why a help page cannot be written, beside a stdout that is closed; an OSError for anything else is a bug."""
-
-THREADLESS = "can't start new thread"
-"""All that Python says of it, in a RuntimeError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,18 +60,16 @@ def end(command: Callable[[], int | None], schema: str | None = None) -> int:
     except ParserError as error:
         message = " ".join(error.format_message().replace("Value error, ", "").split())  # type: ignore[attr-defined]
         return _fail(UsageError.code, f"{message} (--help lists what there is)", UsageError.exit_code, schema)
-    except MemoryError:
-        return _refused(schema)
-    except RuntimeError as error:
-        if str(error) != THREADLESS:
+    except (MemoryError, RuntimeError) as error:
+        if (refused := refusal(error)) is None:
             raise
-        return _refused(schema, "a thread, or the memory for one")
+        return _fail(refused.code, str(refused), refused.exit_code, schema)
     except BrokenPipeError:
         abandon(sys.stdout)
         return 141
     except OSError as error:
-        if error.errno == errno.ENOMEM:
-            return _refused(schema)
+        if (refused := refusal(error)) is not None:
+            return _fail(refused.code, str(refused), refused.exit_code, schema)
         if isinstance(error, PermissionError) and error.filename is not None:
             message = f"{error.filename}: {error.strerror}; name a place that this user may use"
             return _fail(UsageError.code, message, UsageError.exit_code, schema)
@@ -89,11 +84,6 @@ def end(command: Callable[[], int | None], schema: str | None = None) -> int:
         return _fail(StorageError.code, message, StorageError.exit_code, None)
     except KeyboardInterrupt:
         return 130
-
-
-def _refused(schema: str | None, wanted: str = "memory that was planned for") -> int:
-    error = memory_refused(wanted)
-    return _fail(error.code, str(error), error.exit_code, schema)
 
 
 def _schema(arguments: Sequence[str]) -> str | None:

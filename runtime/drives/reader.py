@@ -63,7 +63,7 @@ from runtime.drives.ledger import Health, Totals
 from runtime.drives.outcomes import Dropped, Fate, GuessHeard, Landed, Lost, Outcome, Outcomes
 from runtime.drives.scheduler import Scheduler
 from runtime.drives.waits import Waits
-from runtime.errors import DoesNotFitError, StorageError
+from runtime.errors import DoesNotFitError, ExpertstreamError, StorageError, refusal
 
 CLOSE_GRACE_S = 1.0
 """How long `close` waits for reads under way."""
@@ -245,6 +245,11 @@ class Reader:
             return self._scheduler.health(drive)
 
     @property
+    def broken(self) -> str:
+        """Why it can read nothing any more, on one line; "" while it can."""
+        return "" if self._broken is None else str(_told(self._broken))
+
+    @property
     def idle(self) -> bool:
         """No job is live, nothing is being read, late reads and checks included."""
         with self._lock:
@@ -303,12 +308,8 @@ class Reader:
     # --- jobs; with the lock held ---
 
     def _must_be_open(self) -> None:
-        if isinstance(self._broken, DoesNotFitError):
-            raise DoesNotFitError(str(self._broken))
-        if isinstance(self._broken, MemoryError):
-            raise MemoryError
         if self._broken is not None:
-            raise StorageError(f"the reader of the drives stopped in the middle of its work: {self._broken!r}")
+            raise _told(self._broken)
         if self._closed:
             raise StorageError("the drives are closed: nothing can be read any more")
 
@@ -471,3 +472,10 @@ class Reader:
             for item in news:
                 if self._watch is not None:
                     self._watch(item)
+
+
+def _told(broken: BaseException) -> ExpertstreamError:
+    """What whoever waits is told of it, each a new one: it is raised on several threads."""
+    if isinstance(broken, DoesNotFitError):
+        return DoesNotFitError(str(broken))
+    return refusal(broken) or StorageError(f"the reader of the drives stopped in the middle of its work: {broken!r}")

@@ -89,7 +89,7 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         facts = report(self.worker, self.settings.model)
-        status = 503 if facts["status"] in ("loading", "stopped") else 200
+        status = 503 if facts["status"] in ("loading", "failed", "stopped") else 200
         return JSONResponse(facts if request.scope["authorized"] else {"status": facts["status"]}, status)
 
     async def metrics(self, request: Request) -> Response:

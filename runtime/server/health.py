@@ -75,10 +75,12 @@ def kinds(engine: Engine) -> dict[str, int]:
 
 def report(worker: Worker, model: str) -> dict[str, Any]:
     """Everything that /health says. Degraded: a drive sits out."""
-    engine = worker.engine if worker.state == "ready" else None
+    state = worker.state
+    engine = worker.engine if state == "ready" else None
     running = worker.running
     facts: dict[str, Any] = {
-        "status": worker.state,
+        "status": state,
+        "reason": worker.broken if state == "failed" else None,
         "model": model,
         "queue": {"running": int(running is not None), "waiting": worker.waiting, "limit": worker.limit},
         "running": None if running is None else asdict(running),

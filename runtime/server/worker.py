@@ -108,7 +108,7 @@ class Job:
 
 
 class Worker:
-    """`start` it, `submit` tasks, `stop` it. `state` is loading, ready, or stopped; `failure` says why it stopped."""
+    """`start` it, `submit` tasks, `stop` it. `failure` says why it stopped, where nobody has asked for it."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Worker:
 
         What `ready` returns is called there too, after each job with its end. `queue` jobs may wait.
         """
-        self.state: Literal["loading", "ready", "stopped"] = "loading"
+        self._state: Literal["loading", "ready", "stopped"] = "loading"
         self.failure: BaseException | None = None
         self.running: Running | None = None
         self.current: Job | None = None
@@ -149,12 +149,26 @@ class Worker:
         self._thread.join(seconds)
 
     @property
+    def state(self) -> Literal["loading", "ready", "failed", "stopped"]:
+        """Failed: the engine is there, but its drives can be read no more; `broken` says why."""
+        return "failed" if self._state == "ready" and self.broken else self._state
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be read any more, until the server is started again; "" while it can."""
+        drives = None if self._engine is None else self._engine.drives
+        return "" if drives is None or drives.reader is None else drives.reader.broken
+
+    @property
     def engine(self) -> Engine:
-        """The engine. Raises ApiError 503 while it is not there."""
-        if self._engine is None or self.state != "ready":
-            retry = 5 if self.state == "loading" else None
-            what = "the model is being loaded" if self.state == "loading" else "the server is stopping"
-            raise ApiError(503, what, code="not_ready", kind="server_error", retry_after=retry)
+        """The engine. Raises ApiError 503 while it is not there, or is there for nothing."""
+        state = self.state
+        if self._engine is None or state != "ready":
+            what, code, retry = {
+                "loading": ("the model is being loaded", "not_ready", 5),
+                "failed": (f"{self.broken}; start the server again", "engine_failed", None),
+            }.get(state, ("the server is stopping", "not_ready", None))
+            raise ApiError(503, what, code=code, kind="server_error", retry_after=retry)
         return self._engine
 
     @property
@@ -166,7 +180,7 @@ class Worker:
         """Have the task done. Raises ApiError 429 when the queue is full, 503 when there is no engine."""
         job = Job(task, tell, self)
         with self._changed:
-            if self._stopping or self.state != "ready":
+            if self._stopping or self._state != "ready":
                 raise ApiError(503, "the server is stopping", code="not_ready", kind="server_error")
             if len(self._waiting) >= self.limit + (self.current is None):
                 self.metrics.requests.labels("refused").inc()
@@ -198,10 +212,10 @@ class Worker:
         try:
             with self._load() as engine:
                 self._engine, self.snapshots = engine, self._memory(engine)
-                self.state = "ready"
+                self._state = "ready"
                 after = self._ready(engine)
                 while (job := self._next()) is not None:
-                    last = self._do(engine, job)
+                    last = self._do(job)
                     if after is not None:
                         after(last)
                 self.snapshots.put_down()
@@ -209,7 +223,7 @@ class Worker:
             self.failure = error
         finally:
             with self._changed:
-                self.state, self._stopping = "stopped", True
+                self._state, self._stopping = "stopped", True
                 left, self._waiting = list(self._waiting), deque()
             for job in left:
                 job.tell(Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error")))
@@ -231,14 +245,16 @@ class Worker:
             self.current = self._waiting.popleft()
             return self.current
 
-    def _do(self, engine: Engine, job: Job) -> Ended | Failed:
+    def _do(self, job: Job) -> Ended | Failed:
         """Run the job to whatever end, free its place, tell it. Nothing that happens in it ends the thread."""
         started = time.monotonic()
         outcome = "failed"
         last: Ended | Failed
         try:
-            last = self._run(engine, job)
+            last = self._run(self.engine, job)
             outcome = "answered"
+        except ApiError as error:  # the engine broke while the job waited
+            last = Failed(error)
         except Cancelled:
             outcome = "cancelled"
             last = Failed(ApiError(503, "the server is stopping", code="not_ready", kind="server_error"))
