@@ -53,24 +53,59 @@ class RaggedFormat(Format, Protocol):
         ...
 
 
+@runtime_checkable
+class PairedFormat(Format, Protocol):
+    """A format whose values are bf16: a block is 16 pairs too, an even column below an odd one, as bf16 lies itself."""
+
+    def pairs(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> ir.Value: ...
+
+
+@runtime_checkable
+class RaggedPairedFormat(PairedFormat, Protocol):
+    """Both."""
+
+    def pairs_tail(
+        self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value
+    ) -> ir.Value:
+        """The last `columns` < 32 columns, zeros behind."""
+        ...
+
+
 def _floats(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return builder.bitcast(bits, F32X16)
+
+
+def widen(builder: ir.IRBuilder, pairs: ir.Value, parity: int) -> ir.Value:
+    """The even columns of pairs of bf16, or the odd ones, of any number of lanes."""
+    many = pairs.type.count
+    if parity:
+        bits = builder.and_(pairs, ir.Constant(pairs.type, [0xFFFF0000] * many))
+    else:
+        bits = builder.shl(pairs, ir.Constant(pairs.type, [16] * many))
+    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), many))
+
+
+def _both(builder: ir.IRBuilder, pairs: ir.Value) -> Pair:
+    return widen(builder, pairs, 0), widen(builder, pairs, 1)
 
 
 class _Bf16:
     block_bytes = 64
 
-    def _widen(self, builder: ir.IRBuilder, pairs: ir.Value) -> Pair:
-        even = builder.shl(pairs, constant(_BIT, 16))
-        odd = builder.and_(pairs, constant(_BIT, 0xFFFF0000))
-        return _floats(builder, even), _floats(builder, odd)
+    def pairs(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> ir.Value:
+        return read(builder, offset(builder, row, block, self.block_bytes), I32X16)
+
+    def pairs_tail(
+        self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value
+    ) -> ir.Value:
+        n_bytes = builder.mul(columns, columns.type(2))
+        return read_some(builder, offset(builder, row, block, self.block_bytes), I32X16, n_bytes)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
-        return self._widen(builder, read(builder, offset(builder, row, block, self.block_bytes), I32X16))
+        return _both(builder, self.pairs(builder, row, scale, block))
 
     def tail(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value, columns: ir.Value) -> Pair:
-        n_bytes = builder.mul(columns, columns.type(2))
-        return self._widen(builder, read_some(builder, offset(builder, row, block, self.block_bytes), I32X16, n_bytes))
+        return _both(builder, self.pairs_tail(builder, row, scale, block, columns))
 
 
 class _F32:
@@ -187,52 +222,41 @@ class _Mxfp4Avx512:
 
 
 class _Mxfp4Avx2:
-    """A value is known by the two upper bytes of its float32: `vpshufb` looks up each of them for all 32 codes, in a
-    table for the scale. Three interleavings bring them, and zeros below, to where the lanes want them."""
+    """A value is known by the two upper bytes of its float32, a bf16: `vpshufb` looks up each of them for all 32 codes,
+    in a table for the scale, and an interleaving makes pairs of them."""
 
     block_bytes = 16
     _CODES = ir.VectorType(ir.IntType(8), 32)
 
     def block(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> Pair:
+        return _both(builder, self.pairs(builder, row, scale, block))
+
+    def pairs(self, builder: ir.IRBuilder, row: ir.Value, scale: ir.Value, block: ir.Value) -> ir.Value:
         bits = builder.lshr(read(builder, offset(builder, scale, block, 4), _BIT), _BIT(23))
         tables = cgutils.global_constant(builder, "mxfp4", self._tables())
         table = offset(builder, builder.bitcast(tables, BYTES), builder.zext(bits, ir.IntType(64)), 32)
         codes = self._codes(builder, read(builder, offset(builder, row, block, 16), ir.VectorType(_BIT, 4)))
         upper, second = (self._look_up(builder, offset(builder, table, first), codes) for first in (0, 16))
-        even, odd = (
-            self._floats(builder, self._interleave(builder, second, upper, 8 * parity, 16)) for parity in (0, 1)
-        )
-        return even, odd
+        low, high = (self._interleave(builder, second, upper, first) for first in (0, 8))
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 16), [*range(16)]))
 
     def _codes(self, builder: ir.IRBuilder, four: ir.Value) -> ir.Value:
-        """Bytes 0-3, 8-11 | 4-7, 12-15 of a block, in each half their low four bits and then their high ones."""
-        quarters = ir.Constant(ir.VectorType(_BIT, 8), [0, 2, 0, 2, 1, 3, 1, 3])
-        wide = builder.bitcast(builder.shuffle_vector(four, four, quarters), ir.VectorType(ir.IntType(64), 4))
-        shifted = builder.lshr(wide, ir.Constant(wide.type, [0, 4, 0, 4]))
-        return builder.and_(builder.bitcast(shifted, self._CODES), ir.Constant(self._CODES, [15] * 32))
+        """Of bytes 0-3, 8-11 | 4-7, 12-15 of a block, the low four bits and the high ones by turns."""
+        quarters = builder.shuffle_vector(four, four, ir.Constant(ir.VectorType(_BIT, 4), [0, 2, 1, 3]))
+        wide = builder.zext(builder.bitcast(quarters, _BYTES), ir.VectorType(ir.IntType(16), 16))
+        both = builder.or_(wide, builder.shl(wide, ir.Constant(wide.type, [4] * 16)))
+        return builder.and_(builder.bitcast(both, self._CODES), ir.Constant(self._CODES, [15] * 32))
 
     def _look_up(self, builder: ir.IRBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
         entries = read(builder, table, _BYTES)
         both = builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(_BIT, 32), [*range(16)] * 2))
         return call(builder, "llvm.x86.avx2.pshuf.b", self._CODES, both, codes)
 
-    def _interleave(self, builder: ir.IRBuilder, low: ir.Value, high: ir.Value, first: int, half: int) -> ir.Value:
-        """Of both halves the elements from `first` on, one of each vector by turns."""
-        n = half // 2
-        order = [source + at + i for at in (first, first + half) for i in range(n) for source in (0, 2 * half)]
-        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 2 * half), order))
-
-    def _floats(self, builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
-        """Sixteen floats in the order of the lanes, from their upper 16 bits: 0-3, 8-11 | 4-7, 12-15."""
-        halves = builder.bitcast(pairs, ir.VectorType(ir.IntType(16), 16))
-        low, high = (
-            builder.bitcast(
-                self._interleave(builder, ir.Constant(halves.type, None), halves, first, 8),
-                ir.VectorType(ir.FloatType(), 8),
-            )
-            for first in (0, 4)
-        )
-        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 16), [*range(16)]))
+    def _interleave(self, builder: ir.IRBuilder, low: ir.Value, high: ir.Value, first: int) -> ir.Value:
+        """Of both halves the eight bytes from `first` on, one of each vector by turns: 0-7 or 8-15 of the pairs."""
+        order = [source + at + i for at in (first, first + 16) for i in range(8) for source in (0, 32)]
+        bytes_of = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_BIT, 32), order))
+        return builder.bitcast(bytes_of, ir.VectorType(_BIT, 8))
 
     @staticmethod
     def _tables() -> ir.Constant:

@@ -113,6 +113,11 @@ def write(builder: ir.IRBuilder, value: ir.Value, at: ir.Value) -> None:
     builder.store(value, builder.bitcast(at, value.type.as_pointer()), align=1)
 
 
+def another(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """The same pointer, unknown to the compiler: what is loaded by it is not held for what is loaded by the first."""
+    return builder.asm(ir.FunctionType(BYTES, [BYTES]), "", "=r,0", [pointer], False)
+
+
 def prefetch(builder: ir.IRBuilder, at: ir.Value, nearest: bool = False) -> None:
     """Ask for the line of memory at an address, which may be no memory at all, into the second cache or the nearest."""
     number = ir.IntType(32)

@@ -12,13 +12,13 @@ from runtime.ops.kernels.formats import BF16, F32, FORMATS, INT8, MXFP4, MXFP4_E
 from runtime.ops.kernels.jit import inline, kernel, shared
 from runtime.ops.kernels.lanes import Address, address, hold, lanes, load, pointer, store, total
 from runtime.ops.kernels.shapes import SHAPES
-from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, stage_tile, unpack_row, widen_scales
+from runtime.ops.kernels.tiles import dot_tile, largest_byte_less_two, pair_row, stage_tile, unpack_row, widen_scales
 
 BAND = 24
 """Weight rows that all panels take before the next ones, so that they stay in the cache nearest to the core."""
-STAGE, CHUNK = 12, 12
-"""Weight rows and blocks of columns that are decoded before they are used: 18 KiB, which that cache holds beside a
-panel's 6 KiB."""
+STAGE, CHUNK_BYTES = 12, 768
+"""Weight rows, and bytes of each, that are decoded before they are used: 9 KiB, which that cache holds beside two
+panels of 3 or 6 KiB and the weights that come."""
 STAGED, STAGED_FROM = SHAPES.staged_from is not None, SHAPES.staged_from or 0
 SPAN, AT_ONCE = (48, 64) if STAGED else (BAND, 0)
 """Weight rows and activation rows that are done with before others are begun: the lanes of their chains, 192 KiB, stay
@@ -31,7 +31,7 @@ WIDEST, SECOND = SHAPES.panels[:2]
 
 def stage_nbytes(rows: int) -> int:
     """What a call takes in each thread beside its arguments: a stage, and the lanes of a span's chains."""
-    return 4 * STAGE * CHUNK * 32 + 64 * SPAN * min(rows, AT_ONCE) if STAGED else 0
+    return STAGE * CHUNK_BYTES + 64 * SPAN * min(rows, AT_ONCE) if STAGED else 0
 
 
 @inline
@@ -137,43 +137,49 @@ def _decoding(form: int) -> Any:
     return decoding
 
 
-def _stage_tiles(r: int) -> Any:
-    """tiles(...): take the chains of a stage and a panel of r rows on, over some blocks."""
-    n = min(STAGE, SHAPES.accumulators // r)
+def _stage_tiles(form: int, r: int) -> Any:
+    """tiles(...): take the chains of a stage of a format and a panel of r rows on, over some blocks."""
+    n, block_bytes = min(STAGE, SHAPES.accumulators // r), FORMATS[form].block_bytes
     parts = 16 // SHAPES.lanes
 
     @inline
     def tiles(arguments: Any) -> None:
         stage, blocks, x, sums, soon, coming, row, step = arguments
         for i in range(0, STAGE, n):
-            w, to, before = stage + 128 * i, sums + 64 * i, i // n * parts
+            w, to, before = stage + block_bytes * i, sums + 64 * i, i // n * parts
             a, b = soon + 64 * before, coming + before * row
-            stage_tile(n, r, w, 128 * STAGE, blocks, x, to, 64 * SPAN, a, b, row, step)
+            stage_tile(form, n, r, w, block_bytes * STAGE, blocks, x, to, 64 * SPAN, a, b, row, step)
 
     return tiles
 
 
-stage_tiles = _by_width(SHAPES.panels, _stage_tiles)
+def _take_on(form: int) -> Any:
+    """take_on(...): for stages of a format."""
+    stage_tiles = _by_width(SHAPES.panels, partial(_stage_tiles, form))
+
+    @shared
+    def take_on(
+        stage: Address, blocks: int, x: Address, before: int, columns: int, rows: int, sums: Address, coming: Address,
+        stride: int, coming_bytes: int,
+    ) -> None:  # fmt: skip
+        """Take the chains of a stage and all panels of rows on, over some blocks with `before` columns before them.
+
+        coming: the weights of the stage after this one, `coming_bytes` of a row every `stride`. They are fetched
+        meanwhile, two rows beside each activation row.
+        """
+        r, step = 0, coming_bytes // blocks
+        while r < rows:
+            wide = panel_rows(rows - r, STAGED_FROM)
+            panel = x + (4 * r * padded(columns) + 4 * wide * before)
+            soon, to, more = panel + 4 * wide * padded(columns), sums + 64 * SPAN * r, 2 * r < STAGE
+            at = coming + 2 * r * stride if more else stage
+            stage_tiles(wide, (stage, blocks, panel, to, soon, at, stride if more else 0, step))
+            r += wide
+
+    return take_on
 
 
-@shared
-def take_on(
-    stage: Address, blocks: int, x: Address, before: int, columns: int, rows: int, sums: Address, coming: Address,
-    stride: int, coming_bytes: int,
-) -> None:  # fmt: skip
-    """Take the chains of a stage and all panels of rows on, over some blocks that have `before` columns before them.
-
-    coming: the weights of the stage after this one, `coming_bytes` of a row every `stride`. They are fetched meanwhile,
-    two rows beside each activation row.
-    """
-    r, step = 0, coming_bytes // blocks
-    while r < rows:
-        wide = panel_rows(rows - r, STAGED_FROM)
-        panel = x + (4 * r * padded(columns) + 4 * wide * before)
-        soon, to, more = panel + 4 * wide * padded(columns), sums + 64 * SPAN * r, 2 * r < STAGE
-        at = coming + 2 * r * stride if more else stage
-        stage_tiles(wide, (stage, blocks, panel, to, soon, at, stride if more else 0, step))
-        r += wide
+_TAKE_ON = {form: _take_on(form) for form in sorted({SPLIT, *SHAPES.staged_as.values()})}
 
 
 @shared
@@ -195,6 +201,8 @@ def _decode(form: int) -> Any:
     """decode(...): fill a stage with `blocks` blocks of weight rows; where there are fewer rows, the last one again."""
     scale_bytes, block_bytes = _scale_bytes(form), FORMATS[form].block_bytes
     _, block_scales = SCALE_BYTES.get(form, (0, 0))
+    stage_form = SHAPES.staged_as.get(form, SPLIT)
+    unpack, to_bytes = pair_row if stage_form == BF16 else unpack_row, FORMATS[stage_form].block_bytes
 
     @inline
     def decode(
@@ -205,7 +213,7 @@ def _decode(form: int) -> Any:
             row = min(i, count - 1)
             w = weight + (row * stride + before * block_bytes)
             s = scale + (row * scale_bytes(columns) + before * block_scales)
-            unpack_row(form, w, s, here, stage + 128 * i, 128 * STAGE)
+            unpack(form, w, s, here, stage + to_bytes * i, to_bytes * STAGE)
 
     return decode
 
@@ -216,17 +224,19 @@ def _staged(form: int) -> Any:
     A chunk of columns of the activations goes on to every stage of a span; the chains wait in memory meanwhile.
     """
     decode, scale_bytes, block_bytes = _decode(form), _scale_bytes(form), FORMATS[form].block_bytes
+    stage_form = SHAPES.staged_as.get(form, SPLIT)
+    take_on, most = _TAKE_ON[stage_form], CHUNK_BYTES // FORMATS[stage_form].block_bytes
 
     @inline
     def staged(
         weight: Address, stride: int, scale: Address, count: int, columns: int, x: Address, rows: int, out: Address,
         step: int,
     ) -> None:  # fmt: skip
-        stages = np.empty((STAGE, 32 * CHUNK), np.float32)
+        stages = np.empty((STAGE, CHUNK_BYTES), np.uint8)
         chains = np.empty((min(rows, AT_ONCE), SPAN, 16), np.float32)
         stage, sums = address(stages), address(chains)
         blocks = padded(columns) // 32
-        chunks = (blocks + CHUNK - 1) // CHUNK
+        chunks = (blocks + most - 1) // most
         chunk = (blocks + chunks - 1) // chunks
         for first in range(0, count, SPAN):
             last = min(first + SPAN, count)

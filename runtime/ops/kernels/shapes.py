@@ -27,6 +27,9 @@ class Shapes(NamedTuple):
     """Activation rows from which on weights are decoded before they are used, once for all, and lanes of one register
     are taken after those of another; only such rows make first panels. For chains wider than a register, of which too
     few whole ones have room."""
+    staged_as: dict[int, int]
+    """By format: the one that decoded weights wait in, where it is not SPLIT. In BF16 they are half as many bytes to
+    write; each multiplication widens them once more, which is free where others than the multipliers do it."""
     heads: int
     """Heads whose latents are mixed together."""
     weight_rows: dict[int, tuple[int, ...]]
@@ -37,9 +40,9 @@ class Shapes(NamedTuple):
 _AVX512 = {BF16: (8, 8, 4, 3), F32: (8, 8, 4, 3), SPLIT: (8, 8, 6, 3), INT8: (8, 8, 4, 3), MXFP4: (4, 4, 4, 2)}
 _HALVES = {BF16: (6, 3), F32: (6, 3), SPLIT: (6, 3), INT8: (6, 3), MXFP4: (4, 2)}
 _SHAPES = {
-    "avx512": Shapes(16, 24, (8, 4, 2, 1), None, 4, {**_AVX512, MXFP4_EDGE: (1, 1, 1, 1)}),
-    "avx2": Shapes(8, 12, (4, 2, 1), 8, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
-    "portable": Shapes(4, 24, (4, 2, 1), 8, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
+    "avx512": Shapes(16, 24, (8, 4, 2, 1), None, {}, 4, {**_AVX512, MXFP4_EDGE: (1, 1, 1, 1)}),
+    "avx2": Shapes(8, 12, (4, 2, 1), 8, {BF16: BF16, MXFP4: BF16}, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
+    "portable": Shapes(4, 24, (4, 2, 1), 8, {}, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
 }
 """What is called portable is meant for NEON, with its 32 registers."""
 SHAPES = _SHAPES[VECTORS]

@@ -19,11 +19,22 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic as numba_intrinsic
 
-from runtime.ops.kernels.formats import BLOCK, FORMATS, SCALE_BYTES, Format, RaggedFormat
+from runtime.ops.kernels.formats import (
+    BF16,
+    BLOCK,
+    FORMATS,
+    SCALE_BYTES,
+    Format,
+    PairedFormat,
+    RaggedFormat,
+    RaggedPairedFormat,
+    widen,
+)
 from runtime.ops.kernels.lanes import (
     BYTES,
     F32X16,
     I32X16,
+    another,
     call,
     constant,
     fused,
@@ -134,30 +145,38 @@ def _factors(builder: ir.IRBuilder, decoder: Format, scales: list[ir.Value], blo
 
 @_intrinsic
 def stage_tile(
-    typing: Any, n: Any, r: Any, weight: Any, w_step: Any, blocks: Any, x: Any, sums: Any, step: Any, soon: Any,
-    coming: Any, coming_row: Any, coming_step: Any,
+    typing: Any, form: Any, n: Any, r: Any, weight: Any, w_step: Any, blocks: Any, x: Any, sums: Any, step: Any,
+    soon: Any, coming: Any, coming_row: Any, coming_step: Any,
 ) -> Any:  # fmt: skip
     """Take the chains of n weight rows times a panel of r activation rows on, over some blocks: sums[r, n, 16 lanes].
 
-    weight, x: the first block of each row, in split layout; `w_step` bytes behind, and behind x's r, the second blocks.
+    weight: the first block of each row, in BF16 or SPLIT; `w_step` bytes behind, the second blocks.
+    x: the first block of each row, in split layout; behind these r, the second blocks.
     sums: the next activation row's `step` bytes behind. Beside each block and part, a line of the panel `soon` is
     fetched, and what lies at `coming`: each part has a row, each block `coming_step` bytes of it.
     The lanes of one register go through all blocks, then those of the next: so more rows have room in the registers.
     """
-    if not _literals(n, r):
+    if not _literals(form, n, r):
         return None
     rows, activations = n.literal_value, r.literal_value
+    paired, block_bytes = form.literal_value == BF16, FORMATS[form.literal_value].block_bytes
     part_bytes = 4 * SHAPES.lanes
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, w_step, blocks, x, sums, step, soon, coming, coming_row, coming_step = args[2:]
-        register = ir.VectorType(ir.FloatType(), SHAPES.lanes)
+        weight, w_step, blocks, x, sums, step, soon, coming, coming_row, coming_step = args[3:]
+        register, pairs = (ir.VectorType(kind, SHAPES.lanes) for kind in (ir.FloatType(), ir.IntType(32)))
+        weights = weight, another(builder, weight) if paired else weight  # no register has room for both columns
         x_step = activations * _SPLIT_BLOCK_BYTES
 
-        def operands(base: ir.Value, first: int, count: int) -> Iterator[ir.Value]:
-            return (
-                read(builder, offset(builder, base, i * _SPLIT_BLOCK_BYTES + first), register) for i in range(count)
-            )
+        def weight_at(block: ir.Value, i: int, at: int, parity: int) -> ir.Value:
+            first = offset(builder, offset(builder, weights[parity], block, w_step), i * block_bytes + at)
+            if paired:
+                return widen(builder, read(builder, first, pairs), parity)
+            return read(builder, offset(builder, first, 64 * parity), register)
+
+        def given_at(block: ir.Value, j: int, at: int, parity: int) -> ir.Value:
+            first = offset(builder, x, block, x_step)
+            return read(builder, offset(builder, first, j * _SPLIT_BLOCK_BYTES + 64 * parity + at), register)
 
         for part in range(64 // part_bytes):
             places = [
@@ -167,25 +186,27 @@ def stage_tile(
             ]
             chains = [cgutils.alloca_once_value(builder, read(builder, place, register)) for place in places]
             with _blocks(builder, blocks) as block:
-                prefetch(builder, offset(builder, offset(builder, soon, block, x_step), 64 * part), nearest=True)
-                prefetch(builder, offset(builder, offset(builder, coming, block, coming_step), part, coming_row))
-                w, given = offset(builder, weight, block, w_step), offset(builder, x, block, x_step)
-                for first in (part * part_bytes, 64 + part * part_bytes):
+                prefetch(builder, offset(builder, offset(builder, soon, block, x_step), 64 * part), True)
+                prefetch(builder, offset(builder, offset(builder, coming, block, coming_step), part, coming_row), True)
+                for parity in (0, 1):
+                    here = part * part_bytes, parity
                     if rows <= activations:  # the fewer are held, the others pass by
-                        held = list(operands(w, first, rows))
-                        for j, value in enumerate(operands(given, first, activations)):
+                        held = [weight_at(block, i, *here) for i in range(rows)]
+                        for j in range(activations):
+                            value = given_at(block, j, *here)
                             for i in range(rows):
                                 _accumulate(builder, chains[j * rows + i], held[i], value)
                     else:
-                        held = list(operands(given, first, activations))
-                        for i, value in enumerate(operands(w, first, rows)):
+                        held = [given_at(block, j, *here) for j in range(activations)]
+                        for i in range(rows):
+                            value = weight_at(block, i, *here)
                             for j in range(activations):
                                 _accumulate(builder, chains[j * rows + i], value, held[j])
             for place, chain in zip(places, chains, strict=True):
                 write(builder, builder.load(chain), place)
         return context.get_dummy_value()
 
-    return _signature(n, r, "pnnppnppnn"), codegen
+    return _signature(form, n, r, "pnnppnppnn"), codegen
 
 
 @_intrinsic
@@ -212,6 +233,29 @@ def unpack_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, ou
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
                 put(decoder.tail(builder, weight, scale, blocks, rest), blocks)
+        return context.get_dummy_value()
+
+    return _signature(form, "ppnpn"), codegen
+
+
+@_intrinsic
+def pair_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, out: Any, step: Any) -> Any:
+    """The same in BF16, for formats whose values are bf16."""
+    if not _literals(form):
+        return None
+    decoder = FORMATS[form.literal_value]
+    assert isinstance(decoder, PairedFormat)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        weight, scale, columns, out, step = args[1:]
+        blocks = builder.sdiv(columns, _INT(BLOCK))
+        rest = builder.srem(columns, _INT(BLOCK))
+        with _blocks(builder, blocks) as block:
+            write(builder, decoder.pairs(builder, weight, scale, block), offset(builder, out, block, step))
+        if isinstance(decoder, RaggedPairedFormat):
+            with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
+                last = decoder.pairs_tail(builder, weight, scale, blocks, rest)
+                write(builder, last, offset(builder, out, blocks, step))
         return context.get_dummy_value()
 
     return _signature(form, "ppnpn"), codegen
