@@ -27,6 +27,7 @@ from benchmarks import charts, surroundings
 from benchmarks.arms import Arm, Place, Record, interleave, run_arm, spread
 from benchmarks.limits import ended_by_signals
 from benchmarks.records import (
+    count,
     exit_status,
     failed,
     parser,
@@ -81,7 +82,7 @@ def _options() -> argparse.ArgumentParser:
     )
     add("--limits", default=LIMITS, metavar="MB/s,…", help=f"of drives that are not real [{LIMITS}]")
     add("--cache", type=Path, help="keep the synthetic checkpoint in this directory, for the next time")
-    add("--max-new", type=int, help="tokens of an answer [default: 4, or 17 with --model]")
+    add("--max-new", type=count, help="tokens of an answer [default: 4, or 17 with --model]")
     add("--prompt", default=FRANCE, help=f"with --model [{FRANCE!r}]")
     add("--run-options", default="", help="further options of `run`, in one string")
     return options

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.arms import ROOT, Arm, Record, spread
-from benchmarks.records import parser, pm, split
+from benchmarks.records import count, parser, pm, split
 from benchmarks.speed import Shown, add_run_options, conduct, make_arm, results_of, variants
 from benchmarks.ttft import prompt_ids
 from benchmarks.verdict import compare_arms
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("peers", __doc__, rounds=3)
     add_run_options(options)
     options.add_argument("--engine", action="append", default=[], metavar="NAME=COMMAND", help="another one; repeat")
-    options.add_argument("--max-new", type=int, help="tokens of the answer [17, with --smoke 4]")
+    options.add_argument("--max-new", type=count, help="tokens of the answer [17, with --smoke 4]")
     kind = "whole processes of several engines on one checkpoint"
     return conduct(options.parse_args(arguments), "peers", kind, _arms, _show)
 

@@ -55,7 +55,7 @@ def parser(name: str, text: str | None, rounds: int) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog=f"bench-{name}", description=first, allow_abbrev=False)
     add = options.add_argument
     add("--model", type=Path, metavar="DIR", help="checkpoint directory")
-    add("--rounds", type=_count, default=None, help=f"how often every arm runs [{rounds}, with --smoke 1]")
+    add("--rounds", type=count, default=None, help=f"how often every arm runs [{rounds}, with --smoke 1]")
     add("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go [{OUT}]")
     add("--work", type=directory, metavar="DIR", help="where temporary files go [the system's place]")
     add("--smoke", action="store_true", help="something small, to see that it works: its numbers mean nothing")
@@ -72,7 +72,8 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Of what is done, or made, as often as is said."""
     if not text.isdecimal() or not 1 <= int(text) <= 1000:
         raise argparse.ArgumentTypeError("a number from 1 to 1000 was expected")
     return int(text)

@@ -51,6 +51,8 @@ from runtime.weights.layout import PLAIN_BYTES, Drives, Layout
 from runtime.weights.placement import Holder
 
 SCHEMA = "expertstream.replay/1"
+SECONDS, TURN_S = (0.0, 86400.0), (0.01, 600.0)
+"""The least and the most that may be asked for."""
 DEPTH_ROUNDS = 5
 
 Row = tuple[int, npt.NDArray[np.int64]]
@@ -332,10 +334,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     try:
+        for name, value, (least, most) in (("seconds", options.seconds, SECONDS), ("turn", options.turn, TURN_S)):
+            if not least <= value <= most:  # nan is not
+                raise UsageError(f"--{name} {value:g}: {least:g} to {most:g} seconds")
         layout = parse_drives(options.drive, options.simulate_drive)
         with Checkpoint.open(options.model, experts_elsewhere=bool(layout.directories)) as checkpoint:
             routes = Routes(checkpoint, options.routes)
-            with closing(Replay(checkpoint, layout, routes, max(0, options.ahead))) as replay:
+            if not 0 <= options.ahead < len(routes.layers):
+                raise UsageError(f"--ahead {options.ahead}: 0 to {len(routes.layers) - 1}, fewer than MoE layers")
+            with closing(Replay(checkpoint, layout, routes, options.ahead)) as replay:
                 record = compare(replay, options.seconds, options.turn)
     except ExpertstreamError as error:
         print(f"error: {error}", file=sys.stderr)

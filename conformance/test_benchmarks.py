@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from commandline import Start, read_until
 from conftest import ROOT
 from copies import large_experts
 
-from benchmarks import arms, charts, ladder, limits, records, speed, ttft
+from benchmarks import arms, charts, ladder, limits, peers, records, speed, ttft
 from benchmarks.arms import Arm, Place, figures, judge, output_hash, run_arm, void_reasons
 from benchmarks.limits import Unavailable, kernel_limits, loop_drives
 from benchmarks.peers import engine
@@ -533,6 +534,17 @@ def test_a_mistake_is_one_line(words: list[str], said: str, tmp_path: Path, caps
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert said in error
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan"])
+@pytest.mark.parametrize("session", [ladder, peers], ids=["ladder", "peers"])
+@pytest.mark.parametrize("option", ["--rounds", "--max-new"])
+def test_what_is_done_is_done_once_at_least(
+    session: ModuleType, option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        session.main([option, number])
+    assert f"{option}: a number from 1 to 1000 was expected" in capsys.readouterr().err
 
 
 def test_names_that_are_one_device_are_no_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,8 @@ from runtime.drives.throttled import Limit, ThrottledDevice
 from runtime.setup.synth import synthesize
 from runtime.weights.layout import Layout
 
+NUMBERS = ("--turn", "--seconds", "--ahead")
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -133,6 +135,9 @@ def test_what_cannot_be_replayed_is_refused(
         ["--model", str(large), "--routes", str(tmp_path / "flat.npy")],
         ["--model", str(large), "--routes", str(tmp_path / "below.npy")],
         ["--model", str(tiny), "--simulate-drive", "a=1GB/s"],
+        *(["--model", str(large), "--turn", text] for text in ("0", "-1", "nan", "1e-9", "inf")),
+        *(["--model", str(large), "--seconds", text] for text in ("-1", "nan", "inf")),
+        *(["--model", str(large), "--ahead", text] for text in ("-1", "2")),
     ):
         assert bench.main(options) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        assert capsys.readouterr().err.startswith(f"error: {options[-2] if options[-2] in NUMBERS else ''}")
