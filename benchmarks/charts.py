@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.home import whole
 from runtime.units import per_second
 
 Record = dict[str, Any]
@@ -137,8 +138,10 @@ def _titles(axes: Any, title: str, lines: Sequence[str]) -> None:
 def _save(figure: Any, path: Path) -> str:
     from matplotlib import pyplot as plt
 
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(path.with_suffix(".png"), dpi=160)
+    with whole(path.with_suffix(".svg")) as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    with whole(path.with_suffix(".png")) as file:
+        figure.savefig(file, format="png", dpi=160)
     plt.close(figure)
     return ", .svg, .png"
 

@@ -20,6 +20,7 @@ from benchmarks.arms import ROOT
 from benchmarks.limits import Unavailable, keep_in_memory, kernel_limits, loop_drives
 from benchmarks.records import tell
 from runtime.checkpoint import Checkpoint
+from runtime.commands.drives import parse_drives
 from runtime.errors import UsageError
 from runtime.weights.placement import MODEL, ExpertFiles, Shards
 
@@ -134,12 +135,7 @@ def _kernel(options: argparse.Namespace, rates: Sequence[float], scratch: Path) 
 
 @contextmanager
 def _real(options: argparse.Namespace) -> Iterator[Stage]:
-    named: dict[str, Path] = {}
-    for text in options.drive:
-        name, _, path = text.partition("=")
-        if not path or not Path(path).is_dir():
-            raise UsageError(f"--drive {text!r}: write NAME=PATH, with a directory that is there")
-        named[name] = Path(path)
+    named = dict(parse_drives(options.drive, ()).directories)
     with ExitStack() as stack:
         if options.model is not None:
             places = {MODEL: options.model, **named}

@@ -424,6 +424,22 @@ def test_charts_are_drawn_of_what_counts(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "chart.svg").read_text()
 
 
+def test_a_chart_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    def full(self: Figure, file: Any, **options: Any) -> None:
+        if isinstance(file, Path):
+            file.write_bytes(b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    (tmp_path / "chart.svg").write_text("as it was")
+    with pytest.raises(OSError, match="No space left"):
+        charts.bars(a_record(tmp_path), tmp_path / "chart", ["one"], "first_token_s", "s", "One")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"chart.svg": "as it was"}
+
+
 # --- drives that the kernel limits ---
 
 
@@ -524,7 +540,9 @@ def test_where_the_kernel_cannot_drives_are_throttled_and_it_is_said_why(
         (["--limits", "fast"], "--limits 'fast'"),
         (["--limits", "0.1"], "--limits '0.1'"),
         (["--drive", "a"], "--drive 'a'"),
-        (["--drive", "a=/no/such/place"], "a directory that is there"),
+        (["--drive", "a=/no/such/place"], "drive a: there is no directory /no/such/place"),
+        (["--drive", "a=.", "--drive", "a=/"], "the drive name 'a' is given twice"),
+        (["--drive", "model=."], "the drive name 'model' is the model directory's"),
         (["--drive", "a=.", "--kind", "kernel"], "--kind is of drives that are not real"),
         (["--kind", "throttled", "--model", "/no/such/model"], "/no/such/model"),
     ],
