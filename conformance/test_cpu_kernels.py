@@ -5,12 +5,14 @@ Run as a program this file prints one digest of all operations, which the last t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from runtime.checkpoint.int8 import Int8Matrix, quantize
 from runtime.checkpoint.mxfp4 import PackedExpert, decode
 from runtime.commands import loading
 from runtime.errors import CheckpointError, UsageError
+from runtime.generate import Engine
 from runtime.ops import cpu
 from runtime.ops.cpu import CpuOps
 from runtime.ops.kernels import elementary, jit
@@ -606,6 +609,27 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(RuntimeError, match="of the second part"):
         CpuOps(2)._split(1 << 30, 100, 1, part)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_leaves_no_threads(tiny: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr("runtime.ops.cpu.WORTH_A_THREAD", 1)
+    before = set(threading.enumerate())
+
+    def busy(ops: CpuOps) -> None:
+        ops._split(100, 4, 1, lambda first, last: None)
+        assert set(threading.enumerate()) > before
+
+    def refuse(checkpoint: object, ops: CpuOps, *_: object) -> None:
+        busy(ops)
+        raise MemoryError
+
+    if fails:
+        monkeypatch.setattr("runtime.generate.engine.Trunk", refuse)
+    with contextlib.suppress(MemoryError), Engine.load(tiny, backend="cpu", threads=3) as engine:
+        assert isinstance(engine.ops, CpuOps)
+        busy(engine.ops)
+    assert set(threading.enumerate()) == before
 
 
 def test_zero_threads_are_refused() -> None:

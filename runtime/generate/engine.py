@@ -217,7 +217,7 @@ class Engine:
             raise UsageError(f"a prefill chunk has at least one token, not {chunk}: give --prefill-chunk 1 or more")
         layout = layout or Layout()
         checkpoint = Checkpoint.open(path, experts_elsewhere=bool(layout.directories))
-        drives = None
+        drives = ops = None
         try:
             context = resolve_context(checkpoint.config, context)
             backend = backend or default_backend()
@@ -261,6 +261,8 @@ class Engine:
         except BaseException:
             if drives is not None:
                 drives.close()
+            if ops is not None:
+                ops.close()
             checkpoint.close()
             raise
         prefetcher = None if unguided else Prefetch(checkpoint.config, experts)
@@ -274,11 +276,12 @@ class Engine:
         return cls(checkpoint, ops, model, experts, tokenizer, plan, context, plan.chunk, seconds, checks, drives, told)
 
     def close(self) -> None:
-        """Keep what was learned of the experts, close drives and files. Generating afterwards is an error."""
+        """Keep what was learned of the experts, close drives, backend and files. Generating afterwards is an error."""
         if self.experts.heat is not None:
             self.experts.heat.save()
         if self.drives is not None:
             self.drives.close()
+        self.ops.close()
         self.checkpoint.close()
 
     def __enter__(self) -> Engine:

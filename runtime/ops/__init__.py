@@ -118,6 +118,10 @@ class Ops(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Let go of threads, and of results that are held. Computing afterwards is an error."""
+        ...
+
     # -- weights, once at load ------------------------------------------------------------------------------
     def matrix(self, weight: npt.NDArray[Any]) -> Weight:
         """A trunk matrix [out, in] for `linear`, `embed` and `latent_attention`; bf16 comes as uint16."""

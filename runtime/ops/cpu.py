@@ -112,6 +112,11 @@ class CpuOps:
         self._pool = ThreadPoolExecutor(threads - 1, "ops") if threads > 1 else None
         self.warm_up()
 
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
     @staticmethod
     def warm_up(report: Progress | None = None) -> None:
         """Have every kernel ready. `report(ready, all)` is called as they come: the first time takes long."""

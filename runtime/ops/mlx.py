@@ -141,6 +141,10 @@ class MlxOps:
         self._outputs: dict[int, Array] = {}
         """What may still be under way with experts whose bytes are lent, by the expert's `id`."""
 
+    def close(self) -> None:
+        """Let go of outputs; what is under way ends by itself."""
+        self._outputs.clear()
+
     @staticmethod
     def memory(nbytes: int) -> memoryview:
         """The memory of an array. Made from NumPy's, since `mx.zeros` gives every thread that asks a stream."""

@@ -127,6 +127,9 @@ class ReferenceOps:
     name = "reference"
     memory = None
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     @staticmethod
     def scratch_nbytes(work: Workload, threads: int) -> int:
         """One of: a weight being widened, the functions of the widest rows, a decoded expert, scores, a new state."""
