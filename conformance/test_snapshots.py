@@ -102,7 +102,7 @@ def test_a_damaged_file_is_removed_and_never_used(engine: Engine, tmp_path: Path
     assert not path.exists()
 
 
-def test_what_is_not_this_engine_s_is_left_alone(engine: Engine, embedded_engine: Engine, tmp_path: Path) -> None:
+def test_what_is_not_this_engine_s_is_not_used(engine: Engine, embedded_engine: Engine, tmp_path: Path) -> None:
     session = embedded_engine.session()
     list(session.generate(PROMPT[:40], 1))
     other = session.snapshot()
@@ -124,7 +124,7 @@ ELSEWHERE: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
-def test_what_was_computed_elsewhere_is_left_alone(
+def test_what_was_computed_elsewhere_is_not_used(
     what: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = after(engine, 40)
@@ -155,6 +155,22 @@ def test_the_disk_has_a_budget(engine: Engine, tmp_path: Path) -> None:
     for too_little in (10, largest - 1):
         Spill(tmp_path / "none", too_little, engine, nobody).write(third)
         assert not (tmp_path / "none").exists()
+
+
+def test_the_budget_is_of_all_that_is_there(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another engine has left there goes, too, once room is needed; files of other names stay."""
+    kept = after(engine, 40)
+    with monkeypatch.context() as there:
+        there.setattr(spilling, "sources", ELSEWHERE["sources"])
+        Spill(tmp_path, GIGA, engine, nobody).write(kept)
+    (theirs,) = tmp_path.iterdir()
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    spill = Spill(tmp_path, theirs.stat().st_size * 3 // 2, engine, nobody)
+    spill.write(kept)
+    assert len(spill) == 1
+    assert not theirs.exists()
+    assert notes.exists()
 
 
 def test_a_disk_that_refuses_is_told_once(engine: Engine, tmp_path: Path) -> None:

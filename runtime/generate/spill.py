@@ -1,8 +1,9 @@
 """Snapshots on disk: what memory lets go, and what is left when the program ends.
 
 One file each, in a directory that the user names, of at most so many bytes together; the one used longest ago goes
-first. A file says which engine it is of and carries the digest of its bytes: what is another engine's is left alone,
-what is damaged is removed, and neither is ever gone on from. Files of other names are never touched.
+first, whichever engine's it is: what an older release has left there counts, and would else never go. A file says which
+engine it is of and carries the digest of its bytes: what is another engine's is never gone on from, nor is what is
+damaged, which is removed. Files of other names are never touched.
 """
 
 from __future__ import annotations
