@@ -316,9 +316,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
     "error", [KeyboardInterrupt(), OSError(28, "No space left on device"), OSError(5, "I/O error")]
 )
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, existing: bool, error: BaseException) -> None:
-    out = tmp_path / "out"
-    if existing:
-        out.mkdir()
+    out = tmp_path if existing else tmp_path / "made" / "for" / "it"
     written = []
 
     def interrupt(done: int, total: int) -> None:
@@ -333,7 +331,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, existing: bool, error
     ):
         synthesize("tiny", out, progress=interrupt)
     assert written
-    assert list(tmp_path.rglob("*")) == [out] * existing
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_leaves_none_above_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot write to .*: File name too long"):
+        synthesize("tiny", tmp_path / "made" / ("x" * 256))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_while_naming_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from runtime.errors import StorageError, UsageError
 from runtime.home import whole
 from runtime.progress import Progress, Tally
 from runtime.setup.target import TARGET
-from runtime.setup.writing import hold, sync, uncached
+from runtime.setup.writing import hold, missing, sync, take_back, uncached
 from runtime.units import size
 from runtime.weights.checks import values_right
 
@@ -97,8 +97,8 @@ def convert(checkpoint: Checkpoint, folder: Path, progress: Progress) -> Outcome
 @contextmanager
 def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
     """The directory is this process's alone; what was made of it and above it goes again if the block fails."""
-    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    nearest = next(place for place in (folder, *folder.parents) if place not in missing)
+    made = missing(folder)
+    nearest = next(place for place in (folder, *folder.parents) if place not in made)
     if not nearest.is_dir():
         raise UsageError(f"--out {folder}: {nearest} is no directory: give one, or a name that is still free")
     if folder.resolve().is_relative_to(checkpoint.path.resolve()):
@@ -111,6 +111,7 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process is writing there; wait for it to end") from None
     except OSError as error:
+        take_back(made)
         raise StorageError(f"--out {folder} cannot be written to: {error.strerror or error}") from None
     try:
         for name in os.listdir(folder):
@@ -119,9 +120,7 @@ def _claimed(checkpoint: Checkpoint, folder: Path) -> Iterator[None]:
                     (folder / name).unlink()
         yield
     except BaseException:
-        with suppress(OSError):
-            for place in missing:
-                place.rmdir()
+        take_back(made)
         raise
     finally:
         os.close(lock)

@@ -10,7 +10,6 @@ Everything is generated and written in blocks; memory does not depend on the siz
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -38,6 +37,7 @@ from runtime.config import CONFIG_NAME, ModelConfig
 from runtime.errors import CheckpointError, StorageError, UsageError
 from runtime.progress import Progress, Tally
 from runtime.setup.shapes import shape_config
+from runtime.setup.writing import missing, take_back
 from runtime.text.tokenizer import N_SPECIAL, write_tokenizer
 from runtime.units import size
 
@@ -107,7 +107,7 @@ def write_checkpoint(
     shards = list(_shards(model, seed, pad_a_log))
     total = sum(shard.nbytes for shard in shards)
     directory = Path(out)
-    created = _claim(directory, total)
+    made = _claim(directory, total)
     partial = directory / PARTIAL
     published: list[Path] = []
     try:
@@ -121,17 +121,18 @@ def write_checkpoint(
         (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
         _publish(partial, directory, published)
     except OSError as error:
-        _take_back(directory, created, published)
+        _take_back(directory, made, published)
         hint = f"; it needs {size(total)}" if error.errno == errno.ENOSPC else ""
         raise StorageError(f"cannot write the checkpoint to {directory}: {error.strerror or error}{hint}") from None
     except BaseException:
-        _take_back(directory, created, published)
+        _take_back(directory, made, published)
         raise
     return total
 
 
-def _claim(directory: Path, total: int) -> bool:
-    """Make sure of an empty directory with enough room; whether it had to be created."""
+def _claim(directory: Path, total: int) -> list[Path]:
+    """Make sure of an empty directory with enough room; what of it and above it had to be made."""
+    made = missing(directory)
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} is not an empty directory; give --out a new or empty one")
@@ -142,11 +143,11 @@ def _claim(directory: Path, total: int) -> bool:
                 f"{directory} needs {size(total + SPARE_NBYTES)}, but {existing} has {size(free)} free; "
                 "choose another place, or a smaller shape (--layers, --experts)"
             )
-        created = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        take_back(made)
         raise UsageError(f"cannot write to {directory}: {error.strerror or error}") from None
-    return created
+    return made
 
 
 def _publish(partial: Path, directory: Path, published: list[Path]) -> None:
@@ -156,14 +157,12 @@ def _publish(partial: Path, directory: Path, published: list[Path]) -> None:
     partial.rmdir()
 
 
-def _take_back(directory: Path, created: bool, published: list[Path]) -> None:
+def _take_back(directory: Path, made: list[Path], published: list[Path]) -> None:
     """Remove what was written, and nothing else."""
     shutil.rmtree(directory / PARTIAL, ignore_errors=True)
     for path in published:
         path.unlink(missing_ok=True)
-    if created:
-        with contextlib.suppress(OSError):
-            directory.rmdir()
+    take_back(made)
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

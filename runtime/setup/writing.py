@@ -1,14 +1,28 @@
 """How `replicate` and `convert` write: one process to a directory, and past the page cache, so that what is read back
-comes from the drive."""
+comes from the drive; and what `convert` and `synth` leave of directories that they made for nothing."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runtime.drives.real import F_NOCACHE
+
+
+def missing(folder: Path) -> list[Path]:
+    """Of a directory and those above it, what is not there yet, the innermost first."""
+    return [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+
+
+def take_back(made: Sequence[Path]) -> None:
+    """Remove the directories that were `missing`, as far as they are there and empty."""
+    for place in made:
+        with suppress(OSError):
+            place.rmdir()
 
 
 def hold(folder: Path) -> int:
