@@ -24,9 +24,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +36,7 @@ import psutil
 
 from runtime.drives.buffers import address, fresh
 from runtime.drives.trace import load as load_trace
+from runtime.errors import StorageError
 from runtime.generate.limits import memory_limit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,13 +122,18 @@ def _counted(results: Sequence[Record], arm: Arm) -> int:
 
 
 def run_arm(arm: Arm, number: int, place: Place) -> Record:
-    """Run it once. The result is JSON (docs/benchmarks.md, `arms`); `void` are the reasons found so far."""
-    with tempfile.TemporaryDirectory(dir=place.scratch) as folder:
-        home = Path(folder) / "home"
-        if place.home is None:
-            home.mkdir()
-        else:
-            shutil.copytree(place.home, home)
+    """Run it once. The result is JSON (docs/benchmarks.md, `arms`); `void` are the reasons found so far.
+
+    Raises StorageError where the place cannot be written to.
+    """
+    with ExitStack() as stack:
+        with _writing(place.scratch, "--work"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=place.scratch))
+            home = Path(folder) / "home"
+            if place.home is None:
+                home.mkdir()
+            else:
+                shutil.copytree(place.home, home)
         trace = Path(folder) / "trace.csv.gz" if arm.trace else None
         cold = drop(arm.files) if arm.cold else "warm: nothing was dropped"
         memory = have(arm.memory)
@@ -159,14 +165,25 @@ def run_arm(arm: Arm, number: int, place: Place) -> Record:
         if trace is not None and trace.exists():
             result |= _traced(trace)
             if place.traces is not None:
-                place.traces.mkdir(parents=True, exist_ok=True)
                 kept = place.traces / f"{_plain(arm.name)}-{number + 1}.csv.gz"
-                shutil.copyfile(trace, kept)
+                with _writing(place.traces, "--out"):
+                    place.traces.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(trace, kept)
                 result["trace"]["file"] = f"{place.traces.name}/{kept.name}"
     result["figures"] = figures(result)
     result["tokens_sha256"], result["output_sha256"] = (output_hash(result["run"], exact) for exact in (False, True))
     result["void"] = void_reasons(result, arm)
     return result
+
+
+@contextmanager
+def _writing(place: Path, option: str) -> Iterator[None]:
+    """The block writes there what the session needs."""
+    try:
+        yield
+    except OSError as error:
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error  # of a tree's first
+        raise StorageError(f"{place} cannot be written: {why}; name another place with {option}") from None
 
 
 def _stolen_s() -> float | None:

@@ -31,7 +31,7 @@ from benchmarks.peers import engine
 from benchmarks.stages import Stage, set_up
 from benchmarks.verdict import compare, compare_arms
 from runtime.checkpoint import Checkpoint
-from runtime.errors import NotKept, UsageError
+from runtime.errors import NotKept, StorageError, UsageError
 from runtime.generate import embedded_model
 from runtime.generate.limits import Limit
 
@@ -222,6 +222,22 @@ def test_an_arm_that_does_not_end_is_ended_and_void(tmp_path: Path) -> None:
     assert result["elapsed_s"] < 30
     assert result["void"] == [f"ended with status {-signal.SIGKILL}: it said nothing"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_fails_under_a_session_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "_traced", lambda trace: {"trace": {}})
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "heat").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    leave_a_trace = Arm("one", command=("touch",), trace=True)
+    monkeypatch.setattr(Arm, "line", lambda self, trace: ["touch", str(trace)])
+    with pytest.raises(StorageError, match=f"^{tmp_path}/file cannot be written: File exists; .* with --out$"):
+        run_arm(leave_a_trace, 0, Place(tmp_path, traces=tmp_path / "file"))
+    with pytest.raises(StorageError, match=f"^{tmp_path}/none cannot be written: No such file .* with --work$"):
+        run_arm(leave_a_trace, 0, Place(tmp_path / "none"))
+    with pytest.raises(StorageError, match=f"^{tmp_path} cannot be written: .*No such file.* with --work$"):
+        run_arm(leave_a_trace, 0, Place(tmp_path, tmp_path / "home"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "home"]
 
 
 # --- the ladder's arithmetic, on a run of its own ---
