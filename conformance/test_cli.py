@@ -272,6 +272,12 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text, "--memory") == nbytes
 
 
+def test_nothing_is_a_size_where_it_means_something() -> None:
+    assert parse_size("0", "--floor", least=0) == 0
+    with pytest.raises(UsageError, match="less than a byte"):
+        parse_size("0", "--memory")
+
+
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1e9", "1,5G", "24iB", "24i", "24 G B", "0.0001", "١G"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="--memory"):

@@ -24,6 +24,29 @@ from runtime.ops import BACKENDS
 # -- how it ends ---------------------------------------------------------------------------------------------
 
 
+LOST = """
+from runtime.commands.terminal import hold_on_to_interrupts
+hold_on_to_interrupts()
+import os, signal, time
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # here it is raised, and lost
+try:
+    Last()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("heard")
+"""
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("heard\n", "", 0)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_in_a_layer_with_the_text_so_far(start: Start, tiny: Path, signum: signal.Signals) -> None:
     process = start("run", *on(tiny), "--prompt-ids", "1,2,3", "--max-new", 4000)

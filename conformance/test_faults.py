@@ -22,6 +22,7 @@ from loopback import IMAGE_BYTES, ext4_image
 from matrix import Answer, Prompt, Site, answer
 from trouble import HANGS_S, Doing, Read, Turns, by_drive, delayed, failing, lost, trouble, wrong
 
+from runtime.commands.drives import Failures
 from runtime.drives.crew import ReadCounts
 from runtime.drives.jobs import Fault
 from runtime.drives.ledger import Health
@@ -164,6 +165,36 @@ def test_reads_that_hang_are_hedged(stand: Stand, monkeypatch: pytest.MonkeyPatc
             time.sleep(0.01)
         engine.drives.reader.audit()
         assert engine.drives.reader.pool.in_use == 0
+
+
+def test_a_drive_that_never_answers_is_told_of_once(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arrangement, "POLICY", replace(arrangement.POLICY, deadline_floor_s=0.05))
+    asked, let_go = threading.Event(), threading.Event()
+
+    def silent(read: Read, into: memoryview) -> int:
+        asked.set()
+        let_go.wait(HANGS_S)
+        return read()
+
+    def reluctant(read: Read, into: memoryview) -> int:
+        asked.wait(HANGS_S)
+        return read()
+
+    model, layout = stand.site.place(COMPLETE)
+    with (
+        by_drive(patient=False),
+        trouble() as doings,
+        Engine.load(model, backend="cpu", layout=layout, reuse=False) as engine,
+    ):
+        doings |= {"d0": silent, "model": reluctant}
+        assert answer(engine.session(), stand.prompt) == stand.plain
+        failures = Failures(engine)
+        for _ in range(2):
+            failures.tell()
+        let_go.set()
+    assert capsys.readouterr().err == "note     drive d0: it has not answered, and nothing was read from it\n"
 
 
 def test_a_drive_that_comes_back_is_read_again(stand: Stand) -> None:

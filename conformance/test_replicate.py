@@ -64,7 +64,7 @@ def to(tmp_path: Path) -> Path:
 
 
 def line(model: Path, to: Path, budget: object = "all", *more: object) -> list[object]:
-    return ["replicate", "--model", model, "--to", to, "--budget", budget, "--floor", 1, "--allow-same-device", *more]
+    return ["replicate", "--model", model, "--to", to, "--budget", budget, "--floor", 0, "--allow-same-device", *more]
 
 
 def right(model: Path, to: Path) -> list[str]:

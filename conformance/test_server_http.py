@@ -42,6 +42,8 @@ REFUSED = [
     (post(b"Content-Encoding: gzip\r\n", gzip.compress(DATA)), 415, "not compressed"),
     (post(b"X: " + b"x" * 70_000 + b"\r\n"), 431, "65,536"),
     (post(b"X: x\r\n" * 14_000), 431, "65,536"),
+    (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n" + HEAD + b"\r\n", 431, "65,536"),
+    (b"GET /health?" + b"x" * 70_000 + b" HTTP/1.1\r\n" + HEAD + b"\r\n", 431, "65,536"),
     (post(b"Content-Length: 3\r\n"), 400, "no HTTP"),
     (post(b"Host: other\r\n"), 400, "no HTTP"),
     (chunked(b"zz\r\nabc\r\n"), 400, "no HTTP"),

@@ -92,7 +92,7 @@ def test_each_kind_of_damage_is_named(cli: Command, tmp_path: Path) -> None:
     ended = cli("verify", "--model", model, *drives(a=a, b=b))
     assert ended.status == 4
     assert ended.err.splitlines()[1:] == [
-        "error: 4 of 22 copies of experts are bad; replicate --to writes a drive's anew",
+        "error: 4 of 22 copies of experts are bad; remove them, and let replicate --to fill the drive again",
         "  drive a: layer 1 expert 2: L1-E2.bin: MiB 4 of 7 not as the manifest says",
         "  drive a: layer 1 expert 3: L1-E3.bin: MiB 1, 7 of 7 not as the manifest says",
         "  drive b: layer 2 expert 0: L2-E0.bin has 1,000 bytes, not 6,684,672",

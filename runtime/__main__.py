@@ -4,6 +4,9 @@ import sys
 
 if __name__ == "__main__":
     try:
+        from runtime.commands.terminal import hold_on_to_interrupts
+
+        hold_on_to_interrupts()
         from runtime.cli import main
 
         status = main()

@@ -24,17 +24,17 @@ _RATE = re.compile(rf"{_NUMBER}\s*(?:([kmg])(i?))?b/s", re.IGNORECASE)
 _LATENCY = re.compile(rf"{_NUMBER}(s|ms|us|µs|μs)")
 
 
-def parse_size(text: str, option: str, otherwise: str = "") -> int:
+def parse_size(text: str, option: str, otherwise: str = "", least: int = 1) -> int:
     """Bytes: 24G and 24GB are 24·10⁹, 24Gi and 24GiB are 24·2³⁰, 1000000 is itself.
 
-    Raises UsageError; `otherwise` is what else the option takes.
+    Raises UsageError, also for less than `least`, which is 0 or 1; `otherwise` is what else the option takes.
     """
     advice = f"write bytes or a number with K, M, G, T, such as 24G or 1.5Gi{otherwise and f', {otherwise}'}"
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise UsageError(f"{option} {text!r} is not a size: {advice}")
     nbytes = int(Fraction(match[1]) * _factor(match[2], match[3]))
-    if nbytes < 1:
+    if nbytes < least:
         raise UsageError(f"{option} {text!r} is less than a byte: {advice}")
     return nbytes
 

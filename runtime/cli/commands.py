@@ -187,7 +187,7 @@ def replicate(
     from runtime.commands.replicate import replicate as command
 
     nbytes = None if budget.lower() == "all" else parse_size(budget, "--budget", "or all")
-    request = Request(to, nbytes, parse_size(floor, "--floor"), usage, allow_same_device, replace)
+    request = Request(to, nbytes, parse_size(floor, "--floor", least=0), usage, allow_same_device, replace)
     command(model, parse_drives(source or (), (), "--from"), request)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.commands.terminal import say
+from runtime.drives.ledger import Health
 from runtime.drives.throttled import Limit
 from runtime.errors import CheckpointError, UsageError, unreadable
 from runtime.generate import Engine
@@ -34,26 +35,34 @@ def require_model(model: Path | None) -> None:
         raise CheckpointError(f"--model {model}: there is no such directory")
 
 
+NOT_READ = (Health.SUSPECT, Health.LOST)
+
+
 class Failures:
     """Says which drives failed on the way and that it was made good, each failure once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._told: dict[str, int] = {}
+        self._silent: set[str] = set()
         self._told_wrong: dict[str, int] = {}
 
     def tell(self, made_good: bool = True) -> None:
         """Of those that nobody was told of yet. `made_good`: what was asked for came all the same."""
         if self._engine.drives is None:
             return
-        assert self._engine.drives.reader is not None
-        last = self._engine.drives.reader.last_failures()
+        reader = self._engine.drives.reader
+        assert reader is not None
+        last = reader.last_failures()
         for name, counts in self._engine.drives.counts()[0].items():
             new = counts.errors - self._told.get(name, 0)
             if new:
                 self._told[name] = counts.errors
                 well = "; other copies were read" if made_good else ""
                 say(f"note     drive {name}: {new:,} reads failed{self._wrong(name)}{well}; the last: {last[name]}")
+            elif counts.reads == counts.checks and name not in self._silent and reader.health(name) in NOT_READ:
+                self._silent.add(name)
+                say(f"note     drive {name}: it has not answered, and nothing was read from it")
 
     def _wrong(self, name: str) -> str:
         """What to do about wrong bytes, if there were any."""

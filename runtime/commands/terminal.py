@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -22,8 +23,30 @@ from runtime.progress import Progress
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
+AGAIN_S = 0.05
+"""After this, ^C is heard once more."""
+
+
+def hold_on_to_interrupts() -> None:
+    """See that no ^C is lost: where Python has it raised in a finalizer or a callback, it would be printed there and
+    forgotten, and while modules are imported there are many of these."""
+    before = sys.unraisablehook
+    if getattr(before, "holds_on", False):
+        return
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        else:
+            before(lost)
+
+    hook.holds_on = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+
+
 def prepare() -> None:
-    """Make the three streams UTF-8 whatever the locale, and there even when the shell closed them."""
+    """Make the three streams UTF-8 whatever the locale, and there even when the shell closed them; lose no ^C."""
+    hold_on_to_interrupts()
     for name, errors in (("stdin", "surrogateescape"), ("stdout", "strict"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
         if stream is None:  # a closed stdout must refuse the answer, so it cannot be written to either

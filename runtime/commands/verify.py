@@ -174,7 +174,7 @@ def _error(found: Sequence[Found], verdict: Verdict, trunks: list[str], problems
         said.append(f"{len(verdict.bad):,} of {total:,} copies of experts are bad")
     if verdict.differ:
         said.append(f"of {len(verdict.differ):,} experts the copies differ and no manifest says which is right")
-    advice = "replicate --to writes a drive's anew"
+    advice = "remove them, and let replicate --to fill the drive again"
     if any(bad.drive == MODEL for bad in verdict.bad):
         advice = "fetch the model's files again, or, if they were replaced on purpose, verify --build"
     return StorageError(f"{'; '.join(said)}; {advice}", [*shortened(lines), *trunks, *problems])

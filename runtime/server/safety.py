@@ -44,8 +44,9 @@ class Guard:
         headers = Headers(scope=scope)
         scope["authorized"] = self._has_key(headers)
         error = self._foreign(headers)
-        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > HEAD_BYTES:
-            error = ApiError(431, f"the headers are longer than {HEAD_BYTES:,} bytes")
+        line = len(scope["raw_path"]) + len(scope["query_string"])
+        if line + sum(len(name) + len(value) + 4 for name, value in headers.raw) > HEAD_BYTES:
+            error = ApiError(431, f"request line and headers are longer than {HEAD_BYTES:,} bytes")
         if error is None and scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not scope["authorized"]:
             error = ApiError(
                 401,
