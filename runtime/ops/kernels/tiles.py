@@ -10,7 +10,7 @@ with it the number of rows and threads, cannot change its bits.
 # mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from runtime.ops.kernels.formats import (
     FORMATS,
     SCALE_BYTES,
     Format,
+    Pair,
     PairedFormat,
     RaggedFormat,
     RaggedPairedFormat,
@@ -100,6 +101,7 @@ def dot_tile(
         return None
     decoder = FORMATS[form.literal_value]
     rows, activations = n.literal_value, r.literal_value
+    reload = form.literal_value == BF16 and SHAPES.lanes < 16
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         weight, stride, scale, columns, x, x_step, out, step = args[3:]
@@ -112,9 +114,14 @@ def dot_tile(
         x_rows = [offset(builder, x, j, _SPLIT_BLOCK_BYTES) for j in range(activations)]
         sums = _zeros(builder, rows * activations)
 
-        def multiply(pairs: list[Any], block: ir.Value) -> None:
+        again = [another(builder, row) for row in w_rows] if reload else w_rows
+
+        def multiply(decode: Callable[[ir.Value, ir.Value], Pair], block: ir.Value) -> None:
             factors = _factors(builder, decoder, scales, block)
+            pairs = [decode(*row) for row in zip(w_rows, scales, strict=True)]
             for parity in (0, 1):
+                if parity and reload:
+                    pairs = [decode(*row) for row in zip(again, scales, strict=True)]
                 for j, x_row in enumerate(x_rows):
                     value = read(builder, offset(builder, offset(builder, x_row, block, x_step), parity, 64), F32X16)
                     for i, pair in enumerate(pairs):
@@ -124,11 +131,10 @@ def dot_tile(
         with _blocks(builder, blocks) as block:
             for row in w_rows:  # the same block of the next tile: rows are too short for the CPU to foresee them
                 prefetch(builder, offset(builder, offset(builder, row, block, decoder.block_bytes), stride, rows))
-            multiply([decoder.block(builder, w_rows[i], scales[i], block) for i in range(rows)], block)
+            multiply(lambda row, scale: decoder.block(builder, row, scale, block), block)
         if isinstance(decoder, RaggedFormat):
             with builder.if_then(builder.icmp_signed(">", rest, _INT(0)), likely=False):
-                pairs = [decoder.tail(builder, *row, blocks, rest) for row in zip(w_rows, scales, strict=True)]
-                multiply(pairs, blocks)
+                multiply(lambda row, scale: decoder.tail(builder, row, scale, blocks, rest), blocks)
         for j in range(activations):
             for i in range(rows):
                 result = tree_sum(builder, builder.load(sums[j * rows + i]))
