@@ -91,19 +91,25 @@ def element_bytes(form: int) -> int:
 
 
 @inline
-def absorb(q: Address, kv_b: Address, scale: Address, form: int, nope: int, rank: int, out: Address, step: int) -> None:
-    """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, a block of 32 every `step` bytes."""
+def absorb(
+    q: Address, kv_b: Address, scale: Address, form: int, nope: int, rank: int, out: Address, step: int, coming: Address
+) -> None:
+    """out = Σ_d q[d] · key row d of kv_b: the query in the latent space, a block of 32 every `step` bytes.
+
+    coming: the key rows of the next head, which are fetched from end to end.
+    """
     size = element_bytes(form)
     for b in range(0, rank, 32):
         to, block, row = out + b // 32 * step, kv_b + size * b, size * rank
+        at, by = coming + size * b * nope, 32 * size
         store(to, 16, zero())
         store(to + 64, 16, zero())
         if form == BF16:
-            mix_tile(BF16, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
+            mix_tile(BF16, 1, block, row, scale, rank - b, nope, q, 0, to, 0, at, by)
         elif form == F32:
-            mix_tile(F32, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
+            mix_tile(F32, 1, block, row, scale, rank - b, nope, q, 0, to, 0, at, by)
         else:
-            mix_tile(INT8, 1, block, row, scale, rank - b, nope, q, 0, to, 0)
+            mix_tile(INT8, 1, block, row, scale, rank - b, nope, q, 0, to, 0, at, by)
 
 
 @inline
@@ -153,11 +159,13 @@ def mix_latents(
             h = 0
             while h + HEADS <= heads:
                 at = scores + h * step + 4 * p
-                mix_tile(SPLIT, HEADS, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
+                to = out + h * wide + 4 * b
+                mix_tile(SPLIT, HEADS, block, row, block, 32, count, at, step, to, wide, block + 128, row)
                 h += HEADS
             while h < heads:
                 at = scores + h * step + 4 * p
-                mix_tile(SPLIT, 1, block, row, block, 32, count, at, step, out + h * wide + 4 * b, wide)
+                to = out + h * wide + 4 * b
+                mix_tile(SPLIT, 1, block, row, block, 32, count, at, step, to, wide, block + 128, row)
                 h += 1
 
 
@@ -177,7 +185,7 @@ def latent_attention(
     nope, n_v, width = n_q - rope, out.shape[2], entries.shape[1]
     row_bytes, scale_bytes = element_bytes(form) * rank, 4 if form == INT8 else 0
     weights, scales, wide = pointer(kv_b), pointer(row_scales), padded(rank)
-    longest = (length + tokens + 15) // 16 * 16
+    longest = (length + tokens + 15) // 16 * 16 + 16  # heads a power of two apart would share few lines of the cache
     chunk = min(last - first, max(4, SCORES_AT_ONCE // longest))
     queries = np.empty((chunk, width), np.float32)
     mixed = np.empty((chunk, wide), np.float32)
@@ -195,7 +203,7 @@ def latent_attention(
                     to = address(queries) + 4 * h * width + 128 * i
                     k = (start + h + i) * (nope + n_v)
                     w, s = weights + k * row_bytes, scales + k * scale_bytes
-                    absorb(at, w, s, form, nope, rank, to, 128 * panel)
+                    absorb(at, w, s, form, nope, rank, to, 128 * panel, w + (nope + n_v) * row_bytes)
                     unpack_row(F32, at + 4 * nope, at, rope, to + 4 * wide * panel, 128 * panel)
                 h += panel
             at, row = address(entries), 4 * width

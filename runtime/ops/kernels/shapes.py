@@ -41,7 +41,7 @@ _AVX512 = {BF16: (8, 8, 4, 3), F32: (8, 8, 4, 3), SPLIT: (8, 8, 6, 3), INT8: (8,
 _HALVES = {BF16: (6, 3), F32: (6, 3), SPLIT: (6, 3), INT8: (6, 3), MXFP4: (4, 2)}
 _SHAPES = {
     "avx512": Shapes(16, 24, (8, 4, 2, 1), None, {}, 4, {**_AVX512, MXFP4_EDGE: (1, 1, 1, 1)}),
-    "avx2": Shapes(8, 12, (4, 2, 1), 8, {BF16: BF16, MXFP4: BF16}, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
+    "avx2": Shapes(8, 12, (4, 2, 1), 6, {BF16: BF16, MXFP4: BF16}, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
     "portable": Shapes(4, 24, (4, 2, 1), 8, {}, 6, {**_HALVES, MXFP4_EDGE: (1, 1)}),
 }
 """What is called portable is meant for NEON, with its 32 registers."""

@@ -270,20 +270,21 @@ def pair_row(typing: Any, form: Any, weight: Any, scale: Any, columns: Any, out:
 @_intrinsic
 def mix_tile(
     typing: Any, form: Any, m: Any, weight: Any, stride: Any, scale: Any, columns: Any, count: Any, a: Any, step: Any,
-    sums: Any, sums_step: Any,
+    sums: Any, sums_step: Any, coming: Any, coming_step: Any,
 ) -> Any:  # fmt: skip
     """sums[m, :32] += (Σ_p a[m, p] · row_p, row after row) for one block of columns, in split layout.
 
     weight: address of the block in the first row, the next row `stride` bytes behind; `columns` of it are there, 32 or
     fewer. scale: address of a float32 for each row, where the format has them. a: address of float32, the next m `step`
-    bytes behind, p adjacent. sums: address, the next m `sums_step` bytes behind.
+    bytes behind, p adjacent. sums: address, the next m `sums_step` bytes behind. coming: address of what is fetched
+    beside the first row, `coming_step` bytes behind it what is beside the second one.
     """
     if not _literals(form, m):
         return None
     decoder = FORMATS[form.literal_value]
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        weight, stride, scale, columns, count, a, step, out, out_step = args[2:]
+        weight, stride, scale, columns, count, a, step, out, out_step, coming, coming_step = args[2:]
         both = 2 * m.literal_value * (16 // SHAPES.lanes) <= SHAPES.accumulators
         for parities in ((0, 1),) if both else ((0,), (1,)):
             targets = [
@@ -295,6 +296,7 @@ def mix_tile(
 
             def mix(whole: bool, parities: tuple[int, ...] = parities, sums: list[ir.Value] = sums) -> None:
                 with _blocks(builder, count) as p:
+                    prefetch(builder, offset(builder, coming, p, coming_step), True)
                     row = offset(builder, weight, p, stride), offset(builder, scale, p, 4)
                     if isinstance(decoder, RaggedFormat) and not whole:
                         pair = decoder.tail(builder, *row, _INT(0), columns)
@@ -317,7 +319,7 @@ def mix_tile(
                 write(builder, builder.fadd(read(builder, target, F32X16), builder.load(total)), target)
         return context.get_dummy_value()
 
-    return _signature(form, m, "pnpnnpnpn"), codegen
+    return _signature(form, m, "pnpnnpnpnpn"), codegen
 
 
 @_intrinsic
