@@ -37,13 +37,15 @@ from runtime.commands.drives import parse_drives
 from runtime.drives.probe import DEPTHS
 from runtime.errors import ExpertstreamError, UsageError
 from runtime.generate.engine import default_threads
-from runtime.units import parse_size
+from runtime.units import parse_size, per_second
 
 NO_CACHE, CACHE, STREAMED = "no cache", "cache", "streamed trunk"
 LONG, LONG_CACHE = "long prompt", "long prompt, cache"
 PROMPT, LONG_PROMPT = 64, 512
 CEILING_S, SMOKE_S = 1.0, 0.1
 """How long the drives are measured before and after an arm, and in a smoke."""
+STEADY = 1.5
+"""An arm is void when one of its two ceilings is more than so many times the other: nobody knows then what it had."""
 
 
 @dataclass(frozen=True)
@@ -285,10 +287,19 @@ def _rounds(
                     "expert_bytes": replay.checkpoint.expert_nbytes
                 }
                 file.unlink()
-            tell(f"{arm.name:24} round {number + 1} of {asked.rounds}  {brief(result)}")
             idle, busy = ((b + a) / 2 for b, a in zip(before, after, strict=True))
+            if not asked.smoke:
+                result["void"] += unsteady(before[0], after[0])
+            tell(f"{arm.name:24} round {number + 1} of {asked.rounds}  {brief(result)}")
             yield Round(result, idle, busy, roof, kernels, fresh)
             before = after
+
+
+def unsteady(before: float, after: float) -> list[str]:
+    """Why an arm is void between two ceilings, in bytes/s, if it is."""
+    if max(before, after) <= STEADY * min(before, after):
+        return []
+    return [f"the drives gave {per_second(before)} before it and {per_second(after)} after it"]
 
 
 # --- what a timeline tells ---

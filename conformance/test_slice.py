@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.bounds import Kernels, Work
-from benchmarks.slice import CACHE, FIGURES, LONG, LONG_CACHE, NO_CACHE, STREAMED, Round, _engines, main, summary, table
+from benchmarks.slice import (
+    CACHE,
+    FIGURES,
+    LONG,
+    LONG_CACHE,
+    NO_CACHE,
+    STREAMED,
+    Round,
+    _engines,
+    main,
+    summary,
+    table,
+    unsteady,
+)
 from runtime.checkpoint import Checkpoint
 from runtime.config import ModelConfig
 
@@ -110,6 +123,11 @@ def at(arm: str, number: int = 0, **changes: Any) -> Round:
     told = summary(timeline()) | {"expert_bytes": 500}
     result = {"arm": arm, "round": number, "run": run, "void": [], "timeline": told, "elapsed_s": 9.0, **changes}
     return Round(result, ceiling=200.0, busy=100.0, roof=10e9, kernels=KERNELS, fresh=1e9)
+
+
+def test_an_arm_between_two_ceilings_that_differ_is_void() -> None:
+    assert unsteady(2.0e9, 2.9e9) == unsteady(2.9e9, 2.0e9) == []
+    assert unsteady(2.4e9, 0.3e9) == ["the drives gave 2.4 GB/s before it and 300 MB/s after it"]
 
 
 def test_every_ratio_is_of_its_own_round_and_void_arms_count_nowhere() -> None:

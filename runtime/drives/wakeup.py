@@ -1,10 +1,10 @@
 """Threads that have little to do whenever something happens, and are to do it at once.
 
 A reader asks a drive for the next bytes in microseconds, when the last ones have landed, and the drive has nothing to
-do until then. Where all processors compute, Linux lets a thread that wakes wait for the end of another's time slice:
-1 to 3 ms, every time. Threads that ask for short slices go first. It needs no privilege and takes nothing from others:
-the share of each stays what it is. On two processors that computed, with reads of 25 ms side by side, a virtual drive
-gave 2.62 GB/s without and 2.80 with it, of 2.83 that it could.
+do until then. Where all processors compute, Linux may let a thread that wakes wait for the end of another's time slice.
+Threads that ask for short slices go first. It needs no privilege and takes nothing from others: the share of each stays
+what it is. On two processors that computed, the first read of a layer began 1.4 to 2 ms after it was asked for in 8 of
+13 runs without it, and in none of 10 with it, where it was 0.6 ms and less.
 """
 
 from __future__ import annotations
