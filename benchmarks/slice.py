@@ -233,10 +233,8 @@ def _arms(asked: Any, sizes: Sequence[int]) -> tuple[list[Arm], list[Arm]]:
     memory, small = (["--memory", str(size)] for size in sizes)
     more = [*variants(asked)[""][0], "--threads", str(asked.threads), "--backend", "cpu"]
     new = ["--max-new", str(asked.tokens)]
-    long, off = (
-        [*prompts[LONG_PROMPT], "--max-new", "1", "--prefill-chunk", str(LONG_PROMPT)],
-        ["--expert-cache", "off"],
-    )
+    long = [*prompts[LONG_PROMPT], "--max-new", "1", "--prefill-chunk", str(LONG_PROMPT)]
+    off = ["--expert-cache", "off"]
     words = {
         NO_CACHE: [*prompts[PROMPT], *new, *memory, *off],
         CACHE: [*prompts[PROMPT], *new, *memory],

@@ -35,7 +35,7 @@ CHECKSUM = "xxh3_64"
 BLOCK_BYTES = 1 << 20
 """The grain of the checksums, which is that of the scheduler's cuts."""
 
-AGAIN = "remove it; python -m runtime verify makes a new one"
+AGAIN = "; remove it; python -m runtime verify makes a new one"
 COPY_NAME = "expertstream-manifest.safetensors"
 """In a directory that `replicate` has written."""
 
@@ -128,16 +128,17 @@ class Manifest:
         write_arrays(path, {"known": self.known, "sha256": self.sha256, CHECKSUM: self.blocks}, words)
 
     @classmethod
-    def load(cls, path: Path, checkpoint: Checkpoint) -> Manifest:
-        """Read one of this checkpoint's. Raises CheckpointError for another model's and for a damaged file."""
+    def load(cls, path: Path, checkpoint: Checkpoint, advice: str = AGAIN) -> Manifest:
+        """Read one of this checkpoint's. Raises CheckpointError for another model's and for a damaged file, and then
+        says what to do about it."""
         try:
             arrays, words = read_arrays(path)
         except Unreadable:
             raise
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {AGAIN}") from None
+            raise CheckpointError(f"{error}{advice}") from None
         if words.get("schema") != SCHEMA:
-            raise CheckpointError(f"{path} is no manifest: it says {words.get('schema')!r}, wanted {SCHEMA!r}; {AGAIN}")
+            raise CheckpointError(f"{path} is no manifest: it says {words.get('schema')!r}, wanted {SCHEMA!r}{advice}")
         manifest = cls(checkpoint, words.get("made_from", ""))
         if words.get("fingerprint") != manifest.fingerprint:
             raise AnotherModel(
@@ -148,7 +149,7 @@ class Manifest:
         for name, array in wanted.items():
             found = arrays.get(name)
             if found is None or found.shape != array.shape or found.dtype != array.dtype:
-                raise CheckpointError(f"{path} is damaged: {name} is not {array.dtype} {list(array.shape)}; {AGAIN}")
+                raise CheckpointError(f"{path} is damaged: {name} is not {array.dtype} {list(array.shape)}{advice}")
         manifest.known, manifest.sha256, manifest.blocks = (arrays[name] for name in wanted)
         return manifest
 

@@ -26,10 +26,11 @@ def parse_drives(drives: Sequence[str], simulated: Sequence[str], option: str = 
 
 def require_model(model: Path | None) -> None:
     """Raise CheckpointError, as whoever opens the checkpoint does, for a model's directory that is not there."""
+    if model is None:
+        return
     try:
-        there = model is None or model.is_dir()
+        there = model.is_dir()
     except OSError as error:
-        assert model is not None
         raise unreadable(model, error) from None
     if not there:
         raise CheckpointError(f"--model {model}: there is no such directory")

@@ -22,7 +22,6 @@ from runtime.progress import Progress
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
-
 AGAIN_S = 0.05
 """After this, ^C is heard once more."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoint
 from runtime.checkpoint.converted import FILE_NAME, Form, damaged
-from runtime.checkpoint.manifest import AGAIN, COPY_NAME, Manifest, load_if_there, manifest_path
+from runtime.checkpoint.manifest import COPY_NAME, Manifest, load_if_there, manifest_path
 from runtime.commands.terminal import Interrupts, progress, say, write
 from runtime.errors import Cancelled, CheckpointError, StorageError, UsageError, shortened
 from runtime.generate.embedded import NOTE, embedded_model
@@ -75,10 +75,8 @@ def _manifest(checkpoint: Checkpoint, build: bool, named: Path | None) -> tuple[
     if trouble:
         say(f"note     {trouble}")
     if named is not None:
-        try:
-            return Manifest.load(named, checkpoint), before
-        except CheckpointError as error:  # whatever it is, it need not be ours to remove
-            raise type(error)(str(error).replace(f"; {AGAIN}", ": name another with --manifest")) from None
+        # whatever it is, it need not be ours to remove
+        return Manifest.load(named, checkpoint, ": name another with --manifest"), before
     manifest = Manifest(checkpoint)
     if before is not None and not build:
         manifest.made_from = before.made_from

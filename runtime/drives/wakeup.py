@@ -17,8 +17,9 @@ import sys
 SLICE_NS = 100_000
 """The shortest that can be asked for."""
 
-_NUMBERS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}
-"""Of the system calls sched_setattr and sched_getattr."""
+_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}
+_SET, _GET = _CALLS.get(platform.machine(), (None, None)) if sys.platform == "linux" else (None, None)
+"""Numbers of the system calls sched_setattr and sched_getattr."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period. See sched_setattr(2)."""
 _RUNTIME = 5
@@ -26,12 +27,10 @@ _RUNTIME = 5
 
 def answer_at_once() -> None:
     """Ask for short time slices for the calling thread: on Linux 6.12 and later. Elsewhere nothing happens."""
-    if (numbers := _numbers()) is None:
-        return
     attributes = _get(0)
     if attributes is not None:
         attributes[_RUNTIME] = SLICE_NS
-        ctypes.CDLL(None).syscall(numbers[0], 0, ctypes.c_char_p(_ATTRIBUTES.pack(*attributes)), 0)
+        ctypes.CDLL(None).syscall(_SET, 0, ctypes.c_char_p(_ATTRIBUTES.pack(*attributes)), 0)
 
 
 def slice_ns(thread: int) -> int | None:
@@ -43,14 +42,10 @@ def slice_ns(thread: int) -> int | None:
     return None if attributes is None else int(attributes[_RUNTIME])
 
 
-def _numbers() -> tuple[int, int] | None:
-    return _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
-
-
 def _get(thread: int) -> list[int] | None:
-    if (numbers := _numbers()) is None:
+    if _GET is None:
         return None
     found = ctypes.create_string_buffer(_ATTRIBUTES.size)
-    if ctypes.CDLL(None).syscall(numbers[1], thread, found, _ATTRIBUTES.size, 0):
+    if ctypes.CDLL(None).syscall(_GET, thread, found, _ATTRIBUTES.size, 0):
         return None
     return list(_ATTRIBUTES.unpack(found.raw))
